@@ -1,7 +1,7 @@
 """Client channels: how calls to a service are balanced, retried and read, and which error a failed call raises.
 
-The client package imports this module, so it needs grpcio and protobuf only. google.rpc and grpc_status, which read
-the details of an error, are imported when an error arrives; without them the gRPC status code alone decides.
+The client package imports this module, so it loads grpcio and protobuf only. google.rpc and grpc_status, which read
+the details of an error, are imported when an error arrives.
 """
 
 from __future__ import annotations
@@ -261,7 +261,8 @@ def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> GridsieveError
     leaf = _BY_REASON.get(details.reason) or _BY_STATUS.get(error.code())
     if leaf is DeadlinePassed and not details.reason:  # raised by gRPC here, whose text says nothing to a caller
         return DeadlinePassed(f"the deadline passed before {stage} finished")
-    message, about = _told(message, details.metadata)
+    about = {name: details.metadata[name] for name in ("field", "value", "limit", "remedy") if name in details.metadata}
+    message = message.removeprefix(f"{about.get('field', '')} ").removesuffix(remedy_suffix(about.get("remedy")))
     if leaf:
         return leaf(message, **about)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -303,11 +304,9 @@ class _Details:
 
 
 def _details(error: grpc.aio.AioRpcError) -> _Details:
-    try:
-        from google.rpc import error_details_pb2
-        from grpc_status import rpc_status
-    except ImportError:
-        return _Details()
+    from google.rpc import error_details_pb2
+    from grpc_status import rpc_status
+
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     try:
         status = rpc_status.from_call(error)
@@ -317,10 +316,3 @@ def _details(error: grpc.aio.AioRpcError) -> _Details:
         return _Details()
     delay = retry.retry_delay
     return _Details(info.reason, delay.seconds + delay.nanos / 1e9, info.metadata)
-
-
-def _told(text: str, metadata: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """An error's message and the rest of what it told, from its text and the metadata of its details."""
-    about = {name: metadata[name] for name in ("field", "value", "limit", "remedy") if name in metadata}
-    text = text.removeprefix(f"{about.get('field', '')} ").removesuffix(remedy_suffix(about.get("remedy")))
-    return text, about

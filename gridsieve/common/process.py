@@ -24,6 +24,7 @@ _M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES = -3, 32 * 2**20
 _M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES = -1, 512 * 2**20
 _M_TOP_PAD, _TOP_PAD_BYTES = -2, 64 * 2**20
 
+_NICE = 10
 _HOST = "127.0.0.1"
 # Below the range of ephemeral ports: an outgoing connection may hold one of those at any time.
 _PORTS = range(10_000, 32_768)
@@ -90,16 +91,16 @@ def give_back_freed_memory() -> None:
         _LIBC.malloc_trim(0)
 
 
-def leave_cores_to_others(nice: int = 10) -> None:
+def leave_cores_to_others() -> None:
     """Lowers the priority of this thread, and of threads and processes that it starts from now on.
 
     Cores that nobody else wants are still their own. Where Linux groups processes by session, priorities count within a
     session only, and the group has one of its own.
     """
-    os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
+    os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     if os.getsid(0) == os.getpid():  # otherwise the group is a terminal's or a script's
         with suppress(OSError):  # not Linux, or built without autogroups
-            Path("/proc/self/autogroup").write_text(str(nice))
+            Path("/proc/self/autogroup").write_text(str(_NICE))
 
 
 def allow_open_files() -> None:

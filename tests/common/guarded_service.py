@@ -19,7 +19,6 @@ from gridsieve.common.process import free_port
 from gridsieve.common.security.quotas import ClientQuotas
 from gridsieve.common.serving.guards import guarded_server, listen
 from gridsieve.common.serving.health import Health
-from gridsieve.common.serving.interceptors import RequestInterceptor
 from gridsieve.common.serving.settings import ServiceSettings
 from gridsieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
 from tests.common.loopback import TIMEOUT_S
@@ -65,7 +64,7 @@ async def guarded(
 ) -> AsyncIterator[GuardedService]:
     given = ServiceSettings(listen=address, metrics_port=0, **settings)
     quotas, health = ClientQuotas(given.max_requests_per_client, given.max_bytes_per_client), Health(("", SERVICE))
-    server = guarded_server(given, RequestInterceptor(quotas))
+    server, _ = guarded_server(given, quotas, "encoder")
     encoder_pb2_grpc.add_EncoderServiceServicer_to_server(encoder, server)
     health.add_to(server)
     health.set_serving(True)

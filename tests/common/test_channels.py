@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,11 +23,10 @@ from gridsieve.common.channels import (
     MEDIA_KEY,
     REPLICA_KEY,
     Reach,
-    error_from_status,
     open_channel,
     upstream_errors,
 )
-from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, Overloaded, StartupError, Unavailable
+from gridsieve.common.contract.errors import StartupError, Unavailable
 from gridsieve.common.process import free_port
 from gridsieve.common.retries import Attempts, Retries
 from gridsieve.common.serving.health import READY
@@ -277,15 +275,3 @@ async def test_retries_are_limited_in_number_and_by_a_budget(sockets: tuple[str,
         for _ in range(CALLS):
             await refused()
         assert replica.calls == CALLS
-
-
-@pytest.mark.parametrize("missing", ["google.rpc", "grpc_status"])
-def test_without_the_packages_of_details_the_code_decides(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    monkeypatch.setitem(sys.modules, missing, None)  # type: ignore[arg-type]  # its import fails
-    empty = grpc.aio.Metadata()
-    for code, expected in (
-        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded),
-        (grpc.StatusCode.INTERNAL, GridsieveError),
-    ):
-        assert type(error_from_status(grpc.aio.AioRpcError(code, empty, empty, "why"), "encoder")) is expected

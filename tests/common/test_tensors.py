@@ -16,7 +16,7 @@ def test_an_array_is_reassembled_from_its_pieces(size: int) -> None:
     buffer = TensorBuffer(DType.UINT8, (size,))
     for offset, piece in pieces(memoryview(data)):
         assert len(piece) <= PIECE_BYTES
-        buffer.add(DType.UINT8, (size,), offset, bytes(piece))
+        buffer.copy_piece(DType.UINT8, (size,), offset, bytes(piece))
     assert buffer.complete
     assert bytes(buffer.data) == data
 
@@ -42,9 +42,9 @@ def test_a_piece_that_does_not_continue_the_array_is_refused(
     dtype: DType, shape: tuple[int, ...], offset: int, data: bytes, message: str
 ) -> None:
     buffer = TensorBuffer(DType.UINT8, (8,))
-    buffer.add(DType.UINT8, (8,), 0, b"1234")
+    buffer.copy_piece(DType.UINT8, (8,), 0, b"1234")
     with pytest.raises(PeerContract, match=message):
-        buffer.add(dtype, shape, offset, data)
+        buffer.copy_piece(dtype, shape, offset, data)
     assert buffer.received_bytes == 4
 
 

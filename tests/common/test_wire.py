@@ -66,7 +66,7 @@ def plan_of(tokens: int, *media: MediaPlan) -> PromptPlan:
 
 def receive(*messages: Message) -> PromptPlan:
     receiver = wire.PlanReceiver()
-    *none, plan = [receiver.add(message) for message in messages]
+    *none, plan = [receiver.take_message(message) for message in messages]
     assert not any(none)
     assert plan is not None
     return plan

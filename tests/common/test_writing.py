@@ -33,7 +33,7 @@ CALLS = 20
 async def generation_selects(channel: grpc.aio.Channel) -> None:
     client, clock = MediaClient(channel, channel, MODEL, ByteSemaphore(SIZE_BYTES)), StageClock()
     async with client.open(prompt_message(PLAN), PRUNING, clock, timeout=TIMEOUT_S) as session:
-        await receive_all(session, clock)
+        await receive_all(session)
 
 
 async def user_writes_a_prompt(channel: grpc.aio.Channel) -> None:

@@ -200,7 +200,7 @@ async def test_the_cache_keeps_what_a_naive_lru_cache_keeps(
 
 def slice_of(name: int, index: int) -> FrameSlice:
     buffer = TensorBuffer(DType.UINT8, (1, 2, 2, 3))
-    buffer.add(DType.UINT8, (1, 2, 2, 3), 0, bytes([name, SLICE_TOKENS] * 6))
+    buffer.copy_piece(DType.UINT8, (1, 2, 2, 3), 0, bytes([name, SLICE_TOKENS] * 6))
     return FrameSlice(index, buffer, repaired_frames=0, decoded_ns=0, resized_ns=0)
 
 

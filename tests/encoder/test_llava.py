@@ -190,7 +190,7 @@ async def test_a_cached_picture_of_tiles_is_put_together_once(checkpoints: Calla
     assert cache.encoding_bytes.held_bytes == 4 * tower.embed_dim * (tokens + count * side**2)
     for index, frame in enumerate(frames.split(1)):
         buffer = TensorBuffer(DType.UINT8, frame.shape)
-        buffer.add(DType.UINT8, frame.shape, 0, frame.numpy().tobytes())
+        buffer.copy_piece(DType.UINT8, frame.shape, 0, frame.numpy().tobytes())
         await entry.add_slice(FrameSlice(index, buffer, repaired_frames=0, decoded_ns=0, resized_ns=0))
     while not entry.complete:
         await asyncio.wait_for(entry.wait_for_change(), TIMEOUT_S)

@@ -81,8 +81,8 @@ async def client_of(
         yield MediaClient(channel, by_media, model, room, receiver=Receiver), room
 
 
-async def receive_all(session: MediaSession, clock: StageClock) -> list[Progress | MediaItem]:
-    return [event async for event in session.receive(range(len(session.plan.media)), clock)]
+async def receive_all(session: MediaSession) -> list[Progress | MediaItem]:
+    return [event async for event in session.receive(range(len(session.plan.media)))]
 
 
 async def ask(
@@ -90,4 +90,4 @@ async def ask(
 ) -> list[Progress | MediaItem]:
     clock = StageClock()
     async with client.open(prompt_message(plan), pruning, clock, **call) as session:
-        return await receive_all(session, clock)
+        return await receive_all(session)

@@ -34,7 +34,7 @@ from gridsieve.services.generation.model.runner import Runner
 from gridsieve.services.generation.sampling.sampler import SamplingParams, SamplingState, choose
 from gridsieve.services.generation.settings import GenerationSettings
 from gridsieve.services.generation.startup.build import BLOCK_TOKENS, build, fitting_tokens, step_limits
-from gridsieve.services.generation.startup.cache_size import _SAMPLING
+from gridsieve.services.generation.startup.cache_size import _SAMPLING, CudaMemory
 from tests.drafts import SPECFORGE, write_head
 from tests.generation.distant_device import DistantDevice
 
@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass
-class FakeMemory:
+class FakeMemory(CudaMemory):
     """Memory of a fake device: a running step uses `step` bytes plus its cache."""
 
     model: LanguageModel

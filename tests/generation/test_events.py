@@ -44,7 +44,7 @@ async def test_tokens_that_arrived_together_are_one_response_of_their_answer() -
             events.listener(index)(event)
     events.listener(0)(Finished(FinishReason.STOP, 2))
     clock, tokenizer = StageClock(), Mock(decode=Mock(return_value="?"))
-    answers = Answers(Mock(cached_tokens=0), 2, clock, tokenizer, {})
+    answers = Answers(Mock(cached_tokens=0), 2, clock, tokenizer)
     first, second, end = (response_of(told, Usage(), clock, tokenizer) for told in answers.of(await events.next()))
     assert (first.delta.choice_index, first.delta.text) == (0, "ab")
     assert (list(first.delta.token_ids), list(first.delta.logprobs)) == ([1, 2], [-0.5, -0.25])

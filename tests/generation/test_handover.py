@@ -80,7 +80,7 @@ def test_a_value_that_is_not_finite_is_found_at_every_place(dtype: torch.dtype, 
         wrong.flat[place] = value
         item = ArrivingItem(0, image, 4, model)
         for message in embeds_messages(0, wrong, None):
-            item.add(message.embeds, 0)
+            item.take_piece(message.embeds, 0)
         with pytest.raises(errors.PeerContract, match="not finite"):
             item.finish()
 
@@ -90,7 +90,7 @@ def received(encoding: bytes, kept: list[int], embeds: np.ndarray) -> bytes:
     for message in embeds_messages(0, embeds, kept):
         if message.embeds.HasField("kept"):
             message.embeds.encoding = encoding
-        item.add(message.embeds, 0)
+        item.take_piece(message.embeds, 0)
     arrived = item.finish()
     assert arrived
     return arrived.digest

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import PromptPlan
 from gridsieve.services.generation.live import prompts
-from gridsieve.services.generation.live.frames import Frame, Slice, microseconds
+from gridsieve.services.generation.live.frames import Frame, FramePair, microseconds
 from gridsieve.services.generation.request import live_cuts
 from gridsieve.services.generation.request.encoded_media import MediaItem
 from gridsieve.services.generation.request.live_cuts import SliceSegment
@@ -34,9 +34,9 @@ def message(role: prompt_pb2.Role, *parts: prompt_pb2.Part | str) -> prompt_pb2.
     return prompt_pb2.Message(role=role, parts=texts)
 
 
-def slices(times_s: Sequence[float]) -> list[Slice]:
+def slices(times_s: Sequence[float]) -> list[FramePair]:
     frames = [Frame(PICTURES[number], microseconds(time_s), time_s) for number, time_s in enumerate(times_s)]
-    return [Slice(*pair) for pair in list(pairwise(frames))[::2]]
+    return [FramePair(*pair) for pair in list(pairwise(frames))[::2]]
 
 
 class Watched:
@@ -53,7 +53,7 @@ class Watched:
         made.files.close()
         return made.plan
 
-    def watch(self, before: Any, shown: Slice | None, piece: Slice) -> None:
+    def watch(self, before: Any, shown: FramePair | None, piece: FramePair) -> None:
         if shown is None:
             plan = self.plan(prompts.turn_slice(before, piece, MAX_PIXELS)[0])
             cut = live_cuts.turn_slice(plan, item(plan), self.session, self.ends)
@@ -65,7 +65,7 @@ class Watched:
         assert cut.kept.tolist() == list(range(cut.grid.tokens))
         self.add(cut.segment)
 
-    def ask(self, before: Any, shown: Slice | None, text: str, said: Sequence[int]) -> None:
+    def ask(self, before: Any, shown: FramePair | None, text: str, said: Sequence[int]) -> None:
         plan = self.plan(prompts.question(before, [shown] if shown else [], [text]))
         self.add(live_cuts.question(plan, self.session, self.ends, transient=False), said)
 
@@ -97,7 +97,7 @@ def test_a_session_is_laid_out_like_one_conversation(family_checkpoint: Path) ->
         watched.watch(None, shown, piece)
     watched.ask(None, fifth, "And now?", answers[0])
 
-    def video(*pieces: Slice) -> prompt_pb2.Part:
+    def video(*pieces: FramePair) -> prompt_pb2.Part:
         frames = [frame for piece in pieces for frame in (piece.first, piece.last)]
         pictures = prompt_pb2.PictureFrames(
             pictures=[frame.picture for frame in frames],

@@ -9,10 +9,9 @@ import pytest
 from PIL import Image
 
 from gridsieve.common.contract.errors import InvalidRequest
-from gridsieve.services.generation.live.ask import Ask
-from gridsieve.services.generation.live.frames import US_PER_S, Frames, Slice, Waiting
-from gridsieve.services.generation.live.snapshot import snapshot_of
-from gridsieve.services.generation.live.triggers import Trigger, Triggers
+from gridsieve.services.generation.live.ask import Ask, Trigger, pulled
+from gridsieve.services.generation.live.frames import US_PER_S, FramePair, Frames, Waiting
+from gridsieve.services.generation.live.pictures import snapshot_of
 from gridsieve.services.generation.sampling.params import SamplingRequest
 from gridsieve.services.generation.upstream.watch import ppm_header
 
@@ -20,7 +19,7 @@ from gridsieve.services.generation.upstream.watch import ppm_header
 def slices(fps: float, times_s: list[float]) -> list[tuple[float, float]]:
     """The times of the frames of each slice, as they came."""
     frames = Frames(fps)
-    made = [frames.add(b"picture", time_s) for time_s in times_s]
+    made = [frames.pair(b"picture", time_s) for time_s in times_s]
     return [(each.first.given_s, each.last.given_s) for each in made if each]
 
 
@@ -32,7 +31,7 @@ def test_the_first_frame_of_each_interval_is_used() -> None:
 
 def test_a_lone_frame_is_shown_twice_before_a_question() -> None:
     frames = Frames(2)
-    assert frames.add(b"a", 5.0) is None
+    assert frames.pair(b"a", 5.0) is None
     lone = frames.flush()
     assert lone is not None
     assert (lone.first.picture, lone.last.picture, lone.used) == (b"a", b"a", 1)
@@ -43,61 +42,61 @@ def test_a_lone_frame_is_shown_twice_before_a_question() -> None:
 @pytest.mark.parametrize("time_s", [math.nan, math.inf, 1.7e308, 4.9, 5 + 8 * 24 * 3600.0])
 def test_frames_out_of_time_are_refused(time_s: float) -> None:
     frames = Frames(2)
-    frames.add(b"a", 5.0)
+    frames.pair(b"a", 5.0)
     with pytest.raises(InvalidRequest, match=r"frame\.time_s"):
-        frames.add(b"b", time_s)
+        frames.pair(b"b", time_s)
 
 
 def test_the_newest_slice_takes_the_place_of_one_that_waits() -> None:
-    frames, dropped = Frames(2), list[Slice]()
-    made = [frames.add(bytes([number]), number / 2) for number in range(8)]
+    frames, dropped = Frames(2), list[FramePair]()
+    made = [frames.pair(bytes([number]), number / 2) for number in range(8)]
     first, second, third, fourth = [each for each in made if each]
     waiting: Waiting[str] = Waiting(dropped.append)
-    waiting.add(first)
-    waiting.add(second)
+    waiting.enqueue(first)
+    waiting.enqueue(second)
     waiting.ask("what?", before=None)
-    waiting.add(third)
-    waiting.add(fourth)
+    waiting.enqueue(third)
+    waiting.enqueue(fourth)
     assert [waiting.take() for _ in range(len(waiting))] == [second, "what?", fourth]
     assert dropped == [first, third]
 
 
 def test_slices_that_come_during_an_answer_wait_until_the_session_has_caught_up() -> None:
-    frames, dropped = Frames(2), list[Slice]()
-    slices = [made for number in range(60) if (made := frames.add(b"picture", number / 2))]
+    frames, dropped = Frames(2), list[FramePair]()
+    slices = [made for number in range(60) if (made := frames.pair(b"picture", number / 2))]
     waiting: Waiting[str] = Waiting(dropped.append)
     for each in slices[:3]:
-        waiting.add(each, answering=True)
-    taken = list[Slice | str]()
+        waiting.enqueue(each, answering=True)
+    taken = list[FramePair | str]()
     for each in slices[3:5]:  # the session is faster than they come
         taken += [waiting.take(), waiting.take()]
-        waiting.add(each)
+        waiting.enqueue(each)
     assert taken == slices[:4]
     assert not dropped
     assert waiting.take() == slices[4]
 
     for each in slices[5:20]:
-        waiting.add(each, answering=True)
+        waiting.enqueue(each, answering=True)
     assert dropped == slices[13:19]
     for each in slices[20:30]:  # it is as fast as they come
         waiting.take()
-        waiting.add(each)
+        waiting.enqueue(each)
     assert len(waiting) == 1
     assert waiting.take() == slices[29]
 
 
 def test_slices_that_wait_have_bounded_bytes() -> None:
     """Before each of many questions two slices wait: the newest one, and one of a lone frame."""
-    frames, dropped = Frames(2), list[Slice]()
+    frames, dropped = Frames(2), list[FramePair]()
     waiting: Waiting[str] = Waiting(dropped.append)
     picture = bytes(5 << 20)
     for number in range(16):
         for half in range(3):
-            if made := frames.add(picture, (3 * number + half) / 2):
-                waiting.add(made)
+            if made := frames.pair(picture, (3 * number + half) / 2):
+                waiting.enqueue(made)
         waiting.ask(f"{number}", frames.flush())
     waits = [waiting.take() for _ in range(len(waiting))]
-    slices = [each for each in waits if isinstance(each, Slice)]
+    slices = [each for each in waits if isinstance(each, FramePair)]
     assert sum(each.size_bytes for each in slices) == 60 << 20
     assert [each.first.given_s for each in (*dropped, *slices)] == [1.5 * k + s for k in range(16) for s in (0, 1)]
     assert [each for each in waits if isinstance(each, str)] == [f"{number}" for number in range(16)]
@@ -106,10 +105,10 @@ def test_slices_that_wait_have_bounded_bytes() -> None:
 def test_a_trigger_is_asked_at_each_of_its_beats() -> None:
     """Of a camera with 25 frames a second, whose slices end after 0.52, 1.52, 2.52, ... s: 4.52 - 2.52 is below 2."""
     trigger = Trigger(Ask("", ["What moves?"], SamplingRequest(), transient=False), every_us=2 * US_PER_S)
-    frames, triggers, asked_at = Frames(2), Triggers([trigger]), list[int]()
+    frames, asked_at = Frames(2), list[int]()
     for number in range(1000):
-        if made := frames.add(b"picture", number / 25):
-            asked_at += [number for _ in triggers.pulled(made.time_us, 0, (), 1)]
+        if made := frames.pair(b"picture", number / 25):
+            asked_at += [number for _ in pulled([trigger], made.time_us, 0, (), 1)]
     ends = range(13, 1000, 25)
     assert asked_at == [number for number in ends if number >= 2 * 25][::2]
 

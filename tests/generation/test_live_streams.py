@@ -31,7 +31,7 @@ def test_the_frames_of_another_stream_go_on_by_the_time_that_passed_and_all_are_
         now_s[0] += lost_s
     slices = 0
     for time_s in seen:
-        slices += frames.add(b"picture", time_s) is not None
+        slices += frames.pair(b"picture", time_s) is not None
     assert slices == len(SAMPLED_S)
     assert seen[:4] == pytest.approx([5 + time_s for time_s in SAMPLED_S])
     assert [time_s - seen[4] for time_s in seen[4:]] == pytest.approx(SAMPLED_S)
@@ -51,7 +51,7 @@ async def test_a_source_that_lasts_longer_than_a_session_may_ends_once() -> None
     watch = Mock(open=AsyncMock(), events=film)
     media = Mock(watch=Mock(return_value=watch))
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:  # which ends once the source is not watched any more
-        see = lambda picture, time_s, _: frames.add(picture, time_s)  # noqa: E731
+        see = lambda frame, time_s: frames.pair(frame.picture, time_s)  # noqa: E731
         Streams(media, 2, dict, see, frames.end_stream, tell, group).watch("rtsp://camera.test/", True, Mock())
     assert [state for state, _ in told] == [StreamState.PLAYING, StreamState.ENDED]
     assert f"within {MAX_LENGTH_S} s of the first frame's, 3" in told[1][1]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gridsieve.common.contract.plan import Grid
-from gridsieve.services.generation.live.frames import US_PER_S, Frame, Slice
+from gridsieve.services.generation.live.frames import US_PER_S, Frame, FramePair
 from gridsieve.services.generation.live.turn import Turn
 from gridsieve.services.generation.request.live_cuts import SliceSegment
 from gridsieve.services.generation.request.session import Segment, Session
@@ -20,9 +20,9 @@ CHANGED = replace(WHOLE, reference=b"last shown")
 SETTLED = replace(CHANGED, settled=True)
 
 
-def shown(time_s: int, stream: int = 0) -> Slice:
+def shown(time_s: int, stream: int = 0) -> FramePair:
     frames = [Frame(b"picture", time_s * US_PER_S + each, time_s) for each in (0, US_PER_S // 2)]
-    return Slice(*frames, stream=stream)
+    return FramePair(*frames, stream=stream)
 
 
 def turn_of(*cuts: SliceSegment) -> tuple[Turn, Session]:
@@ -30,7 +30,7 @@ def turn_of(*cuts: SliceSegment) -> tuple[Turn, Session]:
     session = Session("live", 64, 16, 16)
     turn = Turn(session)
     for number, cut in enumerate(cuts):
-        turn.add(shown(number), cut, number, whole=not number)
+        turn.append(shown(number), cut, number, whole=not number)
     return turn, session
 
 

@@ -73,7 +73,7 @@ async def test_items_arrive_in_the_models_dtype_and_the_session_holds_their_byte
         clock = StageClock()
         async with client.open(prompt_message(PLAN), PRUNING, clock) as session:
             assert (session.plan.media, session.num_kept, room.held_bytes) == (PLAN.media, (6, 4), 0)
-            received = await receive_all(session, clock)
+            received = await receive_all(session)
             assert room.held_bytes == SIZE_BYTES // 2
         assert room.held_bytes == 0
     assert encoder.selections == [[0, 1]]
@@ -104,7 +104,7 @@ async def test_half_precision_is_converted_exactly_and_levels_count_as_bytes(
     async with client_of(tmp_path, Encoder(plan, [message]), model=model, buffer_bytes=size_bytes) as (client, room):
         clock = StageClock()
         async with client.open(prompt_message(plan), PRUNING, clock) as session:
-            [item] = await receive_all(session, clock)
+            [item] = await receive_all(session)
             assert room.held_bytes == size_bytes
     assert isinstance(item, MediaItem)
     assert torch.equal(item.embeds, embeds.float())
@@ -193,8 +193,8 @@ PART_FAULTS: dict[str, tuple[Change, str]] = {
     "a part of no slices": (field(0, "embeds.slices", 0), "a part of 0 slices after 0 of 2"),
     "slices after which nothing is left": (field(0, "embeds.slices", 2), "a part of 2 slices"),
     "slices in a later piece": (field(1, "embeds.slices", 1), "only the first piece"),
-    "a token of the next part": (kept_of(0, 0, 1, 2, 6), r"tokens \[0, 6\)"),
-    "a token of the part before": (kept_of(2, 3, 7), r"tokens \[6, 12\)"),
+    "a token of the next part": (kept_of(0, 0, 1, 2, 6), "from at least 0 to below 6"),
+    "a token of the part before": (kept_of(2, 3, 7), "from at least 6 to below 12"),
     "a part whose tokens decrease": (kept_of(0, 0, 1, 3, 2), "increase strictly"),
     "a part that keeps nothing": (kept_of(0), "increase strictly"),
     "parts that keep too few": (kept_of(2, 7), "2 of 2 slices of item 0 keep 5 tokens"),
@@ -286,7 +286,7 @@ async def test_an_item_that_was_not_selected_is_a_violation(tmp_path: Path) -> N
         clock = StageClock()
         async with client.open(prompt_message(PLAN), PRUNING, clock) as session:
             with pytest.raises(errors.PeerContract, match=r"sent item 0, selected are \[1\]"):
-                _ = [each async for each in session.receive([1], clock)]
+                _ = [each async for each in session.receive([1])]
 
 
 async def test_embeddings_that_overflow_the_models_dtype_are_a_violation(tmp_path: Path) -> None:

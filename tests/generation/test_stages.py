@@ -60,7 +60,7 @@ async def seconds(folder: Path, sent: list[EncodeResponse]) -> Mapping[Stage, in
                 return message
 
             session._upstream.read = counted  # type: ignore[method-assign]
-            async for _ in session.receive(range(2), clock):
+            async for _ in session.receive(range(2)):
                 pass
     clock.finish(Stage.WAIT_FOR_PREFILL, 55 * SECOND)
     clock.token(60 * SECOND)

@@ -45,7 +45,7 @@ async def plan_and_slices(
     async with open_channel(preprocessing) as channel:
         async for response in PreprocessingServiceStub(channel).Preprocess(iter(requests)):
             if response.HasField("plan"):
-                plan = receiver.add(response.plan) or plan
+                plan = receiver.take_message(response.plan) or plan
             else:
                 slices[response.frames.media_index, response.frames.first_frame] += response.frames.chunk.data
     assert plan is not None

@@ -152,7 +152,7 @@ async def asked(stub: Any, *requests: PreprocessRequest) -> Any:
 async def plan_of(call: Any) -> PromptPlan:
     receiver = PlanReceiver()
     while True:
-        plan = receiver.add((await call.read()).plan)
+        plan = receiver.take_message((await call.read()).plan)
         if plan is not None:
             return plan
 

@@ -185,7 +185,7 @@ async def test_media_by_path_by_data_uri_and_by_url_equal_media_by_bytes(service
         call = await sent(stub, prompt_of(video(CLIP), text("and"), *ways))
         response = await call.read()
         assert 0 < response.fetched_ago_s < 60
-        plan = PlanReceiver().add(response.plan)
+        plan = PlanReceiver().take_message(response.plan)
         assert plan
         assert fetched_files(service.folder) == 2
         await call.write(EVERYTHING)

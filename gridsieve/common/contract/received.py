@@ -32,7 +32,7 @@ async def received_plan(
             raise PeerContract(f"a stream begins with its plan, got {response.WhichOneof('response')}")
         if fetched_ns is None and response.HasField("fetched_ago_s"):
             fetched_ns = from_ago_s(response.fetched_ago_s, monotonic_ns())
-        if (plan := plans.add(response.plan)) is not None:
+        if (plan := plans.take_message(response.plan)) is not None:
             return plan, fetched_ns
     raise PeerContract("the stream ended before its plan was complete")
 
@@ -77,16 +77,11 @@ def received_part(first: EmbedsChunk, grid: Grid, start: int) -> tuple[int, Int3
         end = start + first.slices
         if not start < end < grid.t:
             raise PeerContract(f"a part of {first.slices} slices after {start} of {grid.t} must leave some of them")
-    first_token, end_token = start * grid.slice_tokens, end * grid.slice_tokens
+    tokens = range(start * grid.slice_tokens, end * grid.slice_tokens)
     if not first.HasField("kept"):
-        return end, np.arange(first_token, end_token, dtype=np.int32)
+        return end, np.arange(tokens.start, tokens.stop, dtype=np.int32)
     kept = int32_array(first.kept)
-    fits = kept.ndim == 1 and kept.size < end_token - first_token and (kept.size or end == grid.t)
-    if not fits or (kept.size and (kept[0] < first_token or kept[-1] >= end_token or (np.diff(kept) <= 0).any())):
-        raise PeerContract(
-            f"the kept tokens of a part with some of the tokens [{first_token}, {end_token}) must be among these and "
-            f"increase strictly; got kept of shape {list(kept.shape)}"
-        )
+    check_kept(kept, grid, len(tokens) - 1, least=int(end < grid.t), among=tokens)
     return end, kept
 
 
@@ -95,16 +90,13 @@ def received_kept(first: EmbedsChunk, grid: Grid, num_kept: int, least: int | No
 
     num_kept: K, by the item's grid and pruning. least: K is from this on.
     """
-    if least is not None and first.HasField("kept"):
-        kept = int32_array(first.kept)
-        check_kept(kept, grid, min(num_kept, grid.tokens - 1), least)
-        return kept
-    if first.HasField("kept") != (num_kept < grid.tokens):
+    has_kept = first.HasField("kept")
+    if has_kept != (num_kept < grid.tokens) and not (has_kept and least is not None):
         raise PeerContract(
             f"{num_kept} of {grid.tokens} tokens are kept: `kept` must be sent if and only if tokens are dropped"
         )
-    if not first.HasField("kept"):
+    if not has_kept:
         return None
     kept = int32_array(first.kept)
-    check_kept(kept, grid, num_kept)
+    check_kept(kept, grid, min(num_kept, grid.tokens - 1), least)
     return kept

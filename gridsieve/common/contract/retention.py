@@ -139,17 +139,20 @@ def causal_slice_tokens(grid: Grid, rate: float) -> int:
     return max(1, math.floor(grid.slice_tokens * _share_kept(rate)))
 
 
-def check_kept(kept: Int32Array, grid: Grid, num_kept: int, least: int | None = None) -> None:
+def check_kept(
+    kept: Int32Array, grid: Grid, num_kept: int, least: int | None = None, among: range | None = None
+) -> None:
     """Raises PeerContract unless kept, int32 [K], are K = `num_kept` strictly increasing indices into the grid.
 
-    least: K is from this to `num_kept`.
+    least: K is from this to `num_kept`. among: those of the grid that they may be; None: all.
     """
+    among = among or range(grid.tokens)
     fits = kept.ndim == 1 and (num_kept if least is None else least) <= kept.size <= num_kept
-    if not fits or (kept.size and (kept[0] < 0 or kept[-1] >= grid.tokens or bool((np.diff(kept) <= 0).any()))):
+    if not fits or (kept.size and not (kept[0] >= among.start and kept[-1] < among.stop and (np.diff(kept) > 0).all())):
         most = "" if least is None else "at most "
         raise PeerContract(
             f"an item of the grid {grid} must keep {most}{num_kept} tokens, whose indices increase strictly, "
-            f"from at least 0 to below {grid.tokens}; got kept of shape {list(kept.shape)}"
+            f"from at least {among.start} to below {among.stop}; got kept of shape {list(kept.shape)}"
         )
 
 

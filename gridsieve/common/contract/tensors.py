@@ -82,7 +82,7 @@ class TensorBuffer:
     def complete(self) -> bool:
         return self.received_bytes == self.data.nbytes
 
-    def add(self, dtype: DType, shape: Sequence[int], offset_bytes: int, data: bytes) -> None:
+    def copy_piece(self, dtype: DType, shape: Sequence[int], offset_bytes: int, data: bytes) -> None:
         """Copies a piece into the buffer. Raises PeerContract unless it is the next piece of this array."""
         sent = shape_of(shape)
         if dtype is not self.dtype or sent != self.shape:

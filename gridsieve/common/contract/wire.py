@@ -100,15 +100,12 @@ def buffer_for(
     return TensorBuffer(dtype, shape, take(size_bytes(dtype, shape)).data)
 
 
-def add_chunk(buffer: TensorBuffer, chunk: tensor_pb2.TensorChunk) -> int:
-    """Adds a piece and returns its size in bytes. Raises PeerContract unless it continues the buffer's array."""
-    if chunk.shared:
-        if not buffer.complete:
-            raise PeerContract("an array begins in messages and goes on in shared memory")
-        return 0
-    data = chunk.data
-    buffer.add(dtype_of(chunk.dtype), chunk.shape, chunk.offset_bytes, data)
-    return len(data)
+def add_chunk(buffer: TensorBuffer, chunk: tensor_pb2.TensorChunk) -> None:
+    """Adds a piece. Raises PeerContract unless it continues the buffer's array."""
+    if not chunk.shared:
+        buffer.copy_piece(dtype_of(chunk.dtype), chunk.shape, chunk.offset_bytes, chunk.data)
+    elif not buffer.complete:
+        raise PeerContract("an array begins in messages and goes on in shared memory")
 
 
 def int32_tensor(array: Int32Array) -> tensor_pb2.Tensor:
@@ -217,7 +214,7 @@ class PlanReceiver:
         self._first: prompt_pb2.PromptPlan | None = None
         self._layout: TensorBuffer | None = None
 
-    def add(self, message: prompt_pb2.PromptPlan) -> PromptPlan | None:
+    def take_message(self, message: prompt_pb2.PromptPlan) -> PromptPlan | None:
         """The plan, if this was its last message, else None. Raises PeerContract for an impossible plan."""
         if self._first is None or self._layout is None:
             shape = shape_of(message.layout.shape)

@@ -6,8 +6,8 @@ socket are one client. Clients without running requests are not remembered.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -18,7 +18,6 @@ import structlog
 
 from gridsieve.common.contract.errors import InvalidRequest, Overloaded
 
-Behaviour: TypeAlias = Callable[[Any, Any], AsyncGenerator[Any]]
 Charge: TypeAlias = Callable[[int], None]
 
 
@@ -45,23 +44,6 @@ class ClientQuotas:
         """Number of clients with running requests."""
         return len(self._accounts)
 
-    def limited(self, behaviour: Behaviour, keeps_messages: bool = True) -> Behaviour:
-        """The behaviour within the quota of its client. Requests are still bytes.
-
-        keeps_messages: whether each message is counted as it arrives, until the call ends; else the behaviour counts
-        what it keeps of them, by `charge_of_request`.
-        """
-
-        async def limited(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
-            with self.request(client_of(context)) as charge:
-                _charge.set(charge)
-                requests = _Charged(context, charge if keeps_messages else _free)
-                async with aclosing(behaviour(requests, context)) as responses:
-                    async for response in responses:
-                        yield response
-
-        return limited
-
     @contextmanager
     def request(self, client: str) -> Iterator[Charge]:
         """Counts one more request of a client inside. Yields a function that adds the size of a message.
@@ -87,6 +69,7 @@ class ClientQuotas:
             charged_bytes += size_bytes
             account.size_bytes += size_bytes
 
+        _charge.set(charge)
         try:
             yield charge
         finally:
@@ -110,11 +93,7 @@ class ClientQuotas:
             )
 
 
-def _free(_: int) -> None:
-    """A charge that counts nothing."""
-
-
-_charge: ContextVar[Charge] = ContextVar("charge", default=_free)
+_charge: ContextVar[Charge] = ContextVar("charge", default=lambda _: None)
 
 
 def charge_of_request() -> Charge:
@@ -122,27 +101,9 @@ def charge_of_request() -> Charge:
     return _charge.get()
 
 
-class _Charged:
-    """Iterates over request bytes and counts them. It keeps none; gRPC's own iterator keeps the last."""
-
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], charge: Charge) -> None:
-        self._context = context
-        self._charge = charge
-
-    def __aiter__(self) -> _Charged:
-        return self
-
-    async def __anext__(self) -> bytes:
-        data = await self._context.read()
-        if data is grpc.aio.EOF:
-            raise StopAsyncIteration
-        self._charge(len(data))
-        return bytes(data)
-
-
 def client_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     """The client that a call is counted for."""
-    name = structlog.contextvars.get_contextvars().get("client")  # bound by gridsieve.common.serving.authentication
+    name = structlog.contextvars.get_contextvars().get("client")  # bound where tokens are checked
     if name is not None:
         return str(name)
     identities = context.peer_identities()

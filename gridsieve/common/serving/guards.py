@@ -16,8 +16,8 @@ from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.limits import REQUEST_OVERHEAD_BYTES
 from gridsieve.common.security.certificates import ServedCertificate, read_authorities, read_pair
 from gridsieve.common.security.credentials import Credentials
+from gridsieve.common.security.quotas import ClientQuotas
 from gridsieve.common.security.tokens import Tokens, read_token
-from gridsieve.common.serving.authentication import AuthenticationInterceptor
 from gridsieve.common.serving.interceptors import RequestInterceptor
 from gridsieve.common.serving.settings import CallerSettings, ListenerSettings, ServiceSettings
 from gridsieve.common.telemetry.callers import begin_callers
@@ -79,25 +79,24 @@ def _try_to_bind(what: str, host: str, port: int) -> None:
 
 
 def guarded_server(
-    settings: ServiceSettings, requests: RequestInterceptor, counts_callers: bool = False
-) -> grpc.aio.Server:
-    """A server that does not listen yet. It authenticates callers before `requests` handles their calls.
+    settings: ServiceSettings, quotas: ClientQuotas, stage: str, counts_callers: bool = False
+) -> tuple[grpc.aio.Server, RequestInterceptor]:
+    """A server that does not listen yet, and what surrounds its requests.
 
-    counts_callers: whether its methods count tokens, which then have series for each caller.
-
+    stage: the service's name. counts_callers: whether its methods count tokens, which then have series for each caller.
     Raises StartupError for an unusable tokens file.
     """
-    interceptors: list[grpc.aio.ServerInterceptor] = [requests]
+    tokens = None
     if settings.auth_tokens_file is not None:
         tokens = Tokens.read(settings.auth_tokens_file)
-        interceptors.insert(0, AuthenticationInterceptor(tokens))
         if counts_callers:
             begin_callers(tokens.names)
         if settings.tls_cert is None and not is_local(settings.listen):
             log.warning("callers send tokens in plain text, because --tls-cert is not set", listen=settings.listen)
     # gRPC refuses a larger request before it has read it.
     limit = ("grpc.max_receive_message_length", settings.max_inline_bytes + REQUEST_OVERHEAD_BYTES)
-    return grpc.aio.server(interceptors=interceptors, options=(*_OPTIONS, limit))
+    requests = RequestInterceptor(quotas, stage, tokens)
+    return grpc.aio.server(interceptors=[requests], options=(*_OPTIONS, limit)), requests
 
 
 def listen(server: grpc.aio.Server, settings: ServiceSettings) -> str:
@@ -136,7 +135,6 @@ def serve_metrics(settings: ServiceSettings) -> None:
         server, _ = start_http_server(settings.metrics_port, _metrics_host(settings), **tls)
     except OSError as error:
         raise StartupError(f"cannot serve metrics on --metrics-port {settings.metrics_port}: {error}") from error
-    server.set_app(_only_metrics(server.get_app()))
     if isinstance(server.socket, ssl.SSLSocket):
         # Handshakes run in the thread of each connection, so that a client that sends nothing blocks no other.
         server.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
@@ -146,18 +144,6 @@ def serve_metrics(settings: ServiceSettings) -> None:
 
 def _metrics_host(settings: ServiceSettings) -> str:
     return "127.0.0.1" if is_unix(settings.listen) else settings.listen.rpartition(":")[0].strip("[]")
-
-
-def _only_metrics(app: Any) -> Any:
-    """prometheus_client answers every path with the metrics."""
-
-    def answer(environ: Any, start_response: Any) -> Any:
-        if environ["PATH_INFO"].rstrip("/") == "/metrics":
-            return app(environ, start_response)
-        start_response("404 Not Found", [("Content-Type", "text/plain")])
-        return [b"metrics are at /metrics\n"]
-
-    return answer
 
 
 def _log_error(request: Any, client_address: Any) -> None:

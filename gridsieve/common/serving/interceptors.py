@@ -1,19 +1,19 @@
-"""What surrounds each request of gridsieve.v1: parsing, quotas, request id, metrics, logs, traces, and its status.
+"""What surrounds each request of gridsieve.v1: its caller's token, request id, metrics, logs, traces, quotas, parsing,
+and its status.
 
-Layers of a call, from the outside:
+Layers of a call, from the outside, once its token is known:
 
     _written      writes each response
     guarded       request id, metrics, log line, span; turns an error into a status
-    _drained      refuses and cancels requests while the service drains
-    quotas        counts the requests and bytes of the client
-    parsed        parses request bytes for the servicer's own method
+    _limited      counts the requests and bytes of the client; refuses and cancels requests while the service drains
+    _answered     calls the servicer's own method with parsed requests
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -30,14 +30,16 @@ from gridsieve.common.contract.errors import (
     Unavailable,
 )
 from gridsieve.common.security.credentials import NO_CREDENTIALS, Credentials
-from gridsieve.common.security.quotas import ClientQuotas
+from gridsieve.common.security.quotas import Charge, ClientQuotas, client_of
+from gridsieve.common.security.tokens import AUTHORIZATION_KEY, Tokens
 from gridsieve.common.serving.observed import observed
 from gridsieve.common.serving.status import DETAILS_KEY, status_details, status_message
 from gridsieve.common.telemetry.logs import add_request_stats
 from gridsieve.common.telemetry.metrics import MESSAGE_BYTES
 from gridsieve.common.telemetry.tracing import passed_on_trace
 
-OUR_METHODS = "/gridsieve."
+_OUR_METHODS = "/gridsieve."
+_HEALTH_METHODS = "/grpc.health.v1.Health/"
 # Their requests come as long as a camera films: each is done with once the next one is read, or counted by the service.
 _FILMING = frozenset({"Live", "Watch"})
 # Services call them for a session, of which there is a line in generation's log.
@@ -53,18 +55,21 @@ _CANCEL_S = 1.0
 # When a caller disappears or its deadline passes, gRPC ends the request stream shortly before it cancels the handler.
 _CANCELLED_S = 0.2
 
-Parse = Callable[[bytes], Any]
 Behaviour = Callable[[Any, Any], AsyncGenerator[Any]]
 
 
 class RequestInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every streaming method of gridsieve.v1. Methods of health and reflection stay as they are.
 
-    stage: the name of this service, for callers of another service's method.
+    stage: the name of this service, for callers of another service's method. tokens: of which callers must send one,
+    before anything of their request is read; None admits everybody. Health needs no token, because probes have none.
     """
 
-    def __init__(self, quotas: ClientQuotas | None = None, stage: str = "unnamed") -> None:
+    def __init__(
+        self, quotas: ClientQuotas | None = None, stage: str = "unnamed", tokens: Tokens | None = None
+    ) -> None:
         self._stage = stage
+        self._tokens = tokens
         self._quotas = quotas or ClientQuotas()
         self._running: set[asyncio.Task[Any]] = set()
         self._sending: set[asyncio.Task[Any]] = set()  # those of the running that wait for a response to be sent
@@ -96,36 +101,46 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
+        if handler is None and method not in _PORTS:
+            return None
+        if self._tokens and not method.startswith(_HEALTH_METHODS):
+            shown = [value for key, value in handler_call_details.invocation_metadata or () if key == AUTHORIZATION_KEY]
+            client = self._tokens.name_of(shown[0]) if len(shown) == 1 and isinstance(shown[0], str) else None
+            if client is None:
+                # A streaming handler for every method: it does not wait for the request.
+                return grpc.stream_stream_rpc_method_handler(guarded(_without_token, method))
+            structlog.contextvars.bind_contextvars(client=client)
         if handler is None:
-            return _elsewhere(self._stage, method) if method in _PORTS else None
-        if not method.startswith(OUR_METHODS):
+            return _elsewhere(self._stage, method)
+        if not method.startswith(_OUR_METHODS):
             return handler
-        _, service, name = method.split("/")
-        counted = parsed(handler, _count_received(handler.request_deserializer, name))
-        behaviour = self._quotas.limited(counted, keeps_messages=name not in _FILMING)
+        _, _, name = method.split("/")
         # Every method is served as a stream: gRPC keeps the bytes of a unary request until the call ends.
         return grpc.stream_stream_rpc_method_handler(
-            _written(guarded(self._drained(behaviour, stage_of(service)), method)),
+            _written(guarded(self._limited(handler, name), method)),
             response_serializer=_count_sent(handler.response_serializer, name),
         )
 
-    def _drained(self, behaviour: Behaviour, stage: str) -> Behaviour:
-        async def drained(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
+    def _limited(self, handler: Any, method: str) -> Behaviour:
+        async def limited(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
             if self._draining:
-                raise Unavailable(f"{stage} is draining", stage)
+                raise Unavailable(f"{self._stage} is draining", self._stage)
             task = asyncio.current_task()
             assert task is not None
             self._running.add(task)
             self._idle.clear()
-            too_late = Unavailable(f"{stage} is draining, and its grace period is over", stage)
+            too_late = Unavailable(f"{self._stage} is draining, and its grace period is over", self._stage)
             try:
-                async with aclosing(behaviour(requests, context)) as responses:
-                    async for response in responses:
-                        self._sending.add(task)
-                        yield response
-                        self._sending.discard(task)
-                        if task in self._cut_off:
-                            raise too_late
+                with self._quotas.request(client_of(context)) as charge:
+                    counted = (lambda _: None) if method in _FILMING else charge
+                    requests = _Requests(context, handler.request_deserializer, method, counted)
+                    async with aclosing(await _answered(handler, requests, context)) as responses:
+                        async for response in responses:
+                            self._sending.add(task)
+                            yield response
+                            self._sending.discard(task)
+                            if task in self._cut_off:
+                                raise too_late
             except asyncio.CancelledError:
                 if task not in self._cut_off:
                     raise
@@ -139,7 +154,22 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
                 if not self._running:
                     self._idle.set()
 
-        return drained
+        return limited
+
+
+async def _answered(handler: Any, requests: _Requests, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    """The responses of an RpcMethodHandler's own method."""
+    if handler.request_streaming:
+        return handler.stream_stream(requests, context)
+    request = await anext(requests, None)
+    if request is None:
+        await asyncio.sleep(_CANCELLED_S)
+        raise InvalidRequest("the call ended before its request arrived")
+    return handler.unary_stream(request, context)
+
+
+def _without_token(requests: Any, context: Any) -> AsyncGenerator[Any]:
+    raise Unauthenticated("the call must carry a valid bearer token")
 
 
 def _elsewhere(stage: str, method: str) -> grpc.RpcMethodHandler[Any, Any]:
@@ -177,53 +207,33 @@ def _written(behaviour: Behaviour) -> Callable[[Any, Any], Coroutine[Any, Any, N
 # long as its answer takes.
 
 
-def parsed(handler: Any, parse: Parse) -> Behaviour:
-    """The streaming behaviour of an RpcMethodHandler, whose requests are still bytes."""
-    if handler.request_streaming:
-        return lambda requests, context: handler.stream_stream(_Parsed(requests, parse), context)
+class _Requests:
+    """The parsed requests of a call. It keeps no bytes: gRPC's own iterator, and a generator, would keep the last.
 
-    async def answer_single(requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[Any]:
-        request = await anext(_Parsed(requests, parse), None)
-        if request is None:
-            await asyncio.sleep(_CANCELLED_S)
-            raise InvalidRequest("the call ended before its request arrived")
-        answering = handler.unary_stream(request, context)
-        del request
-        async with aclosing(answering) as responses:
-            async for response in responses:
-                yield response
+    charge: counts the bytes of each request for its client.
+    """
 
-    return answer_single
+    def __init__(
+        self, context: grpc.aio.ServicerContext[Any, Any], parse: Callable[[bytes], Any], method: str, charge: Charge
+    ) -> None:
+        self._context, self._parse, self._charge = context, parse, charge
+        self._received = MESSAGE_BYTES.labels(method, "received")
 
-
-class _Parsed:
-    """An iterator of parsed requests. A generator would keep the bytes of the last request until the next."""
-
-    def __init__(self, requests: AsyncIterator[bytes], parse: Parse) -> None:
-        self._requests = requests
-        self._parse = parse
-
-    def __aiter__(self) -> _Parsed:
+    def __aiter__(self) -> _Requests:
         return self
 
     async def __anext__(self) -> Any:
-        return _message(await anext(self._requests), self._parse)
-
-
-def _message(data: bytes, parse: Parse) -> Any:
-    try:
-        return parse(data)
-    except DecodeError as error:
-        raise InvalidRequest(f"a request of {len(data)} bytes cannot be parsed as a message of this method") from error
-
-
-def _count_received(parse: Any, method: str) -> Parse:
-    def counted(data: bytes) -> Any:
-        MESSAGE_BYTES.labels(method, "received").inc(len(data))
+        data = await self._context.read()
+        if data is grpc.aio.EOF:
+            raise StopAsyncIteration
+        self._charge(len(data))
+        self._received.inc(len(data))
         add_request_stats(received_bytes=len(data))
-        return parse(data)
-
-    return counted
+        try:
+            return self._parse(data)
+        except DecodeError as error:
+            text = f"a request of {len(data)} bytes cannot be parsed as a message of this method"
+            raise InvalidRequest(text) from error
 
 
 def _count_sent(serialize: Any, method: str) -> Callable[[Any], bytes]:

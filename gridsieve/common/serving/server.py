@@ -30,7 +30,7 @@ from gridsieve.common.security.quotas import ClientQuotas
 from gridsieve.common.serving.guards import guarded_server, listen, serve_metrics
 from gridsieve.common.serving.health import NAME as HEALTH
 from gridsieve.common.serving.health import Health
-from gridsieve.common.serving.interceptors import RequestInterceptor, stage_of
+from gridsieve.common.serving.interceptors import stage_of
 from gridsieve.common.serving.reflection import enable_reflection
 from gridsieve.common.serving.settings import ServiceSettings
 from gridsieve.common.telemetry.metrics import SERVING
@@ -111,8 +111,7 @@ async def serve(
     """
     close_spans = export_spans(stage_of(service))
     quotas = ClientQuotas(settings.max_requests_per_client, settings.max_bytes_per_client, settings.max_requests)
-    requests = RequestInterceptor(quotas, stage_of(service))
-    server = guarded_server(settings, requests, counts_callers)
+    server, requests = guarded_server(settings, quotas, stage_of(service), counts_callers)
     register(server)
     health = Health(("", service, HEALTH), details or {})
     health.add_to(server)
@@ -133,7 +132,8 @@ async def serve(
     )
     reporting = asyncio.create_task(_report_health(health, well, reaches))
     watching = asyncio.create_task(_end_on_late_steps(health, step)) if step else None
-    await _either(stopping, broken or asyncio.Event())
+    ends = [asyncio.create_task(event.wait()) for event in (stopping, broken or asyncio.Event())]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     log.info("draining", grace_s=settings.drain_s)
     reporting.cancel()
     SERVING.set(0)
@@ -150,16 +150,6 @@ async def serve(
     if broken is not None and broken.is_set():
         return ExitStatus.FAILED
     return ExitStatus.CUT_OFF if cut_off else ExitStatus.FINISHED
-
-
-async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
-    """Returns once one of them is set."""
-    waits = [asyncio.create_task(event.wait()) for event in (one, other)]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for each in waits:
-            each.cancel()
 
 
 async def _report_health(health: Health, well: Callable[[], bool], reaches: Callable[[], bool]) -> None:

@@ -9,13 +9,11 @@ from typing import Self
 
 from gridsieve.common.chat_templates import chat_templates
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.common.contract.plan import PromptPlan
 from gridsieve.common.contract.retention import Pruning
 from gridsieve.common.contract.wire import completed, pruning_message
 from gridsieve.services.generation.model.adapters import Adapters
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.request.prompt_limit import PromptLimit
-from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
 from gridsieve.services.generation.sampling.banned import Spelling, spellings
 from gridsieve.services.generation.sampling.defaults import SamplingDefaults
 from gridsieve.services.generation.sampling.detokenizer import Detokenizer, Tokenizer
@@ -125,7 +123,3 @@ class ServedModel:
     def stop_finder(self, sampling: SamplingParams) -> Detokenizer | None:
         """For the engine, which must find stop strings in the text; None: there are none to find."""
         return Detokenizer(self.tokenizer, sampling.stop, sampling.min_new_tokens) if sampling.stop else None
-
-    def pruned(self, plan: PromptPlan, num_kept: Sequence[int], bounded: Sequence[bool] = ()) -> PrunedPrompt:
-        """A prompt of which no media item has arrived. num_kept: how many tokens of each are kept, or most."""
-        return PrunedPrompt(plan, num_kept, self.defaults.vocab_size, bounded=bounded)

@@ -49,11 +49,3 @@ def count_first_token(clock: StageClock, cached_tokens: int) -> None:
         STAGE_SECONDS.labels(stage.name.lower()).observe(duration_ns * _NS)
     CACHED_TOKENS.inc(cached_tokens)
     PREFIX_LOOKUPS.labels("hit" if cached_tokens else "miss").inc()
-
-
-def count_next_token(since_last_ns: int) -> None:
-    INTER_TOKEN_SECONDS.observe(since_last_ns * _NS)
-
-
-def count_answer(reason: FinishReason) -> None:
-    ANSWERS.labels(reason.value).inc()

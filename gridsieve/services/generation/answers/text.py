@@ -9,10 +9,10 @@ from typing import TypeAlias
 from gridsieve.common.telemetry.logs import add_request_stats
 from gridsieve.services.generation.answers.events import Dated
 from gridsieve.services.generation.answers.metrics import (
+    ANSWERS,
     GENERATED_TOKENS,
-    count_answer,
+    INTER_TOKEN_SECONDS,
     count_first_token,
-    count_next_token,
 )
 from gridsieve.services.generation.request.request import (
     Delta,
@@ -23,7 +23,7 @@ from gridsieve.services.generation.request.request import (
     Request,
 )
 from gridsieve.services.generation.sampling.detokenizer import Detokenizer, Tokenizer
-from gridsieve.services.generation.sampling.tool_calls import CallDelta, CallReader
+from gridsieve.services.generation.sampling.tool_calls import CallDelta, CallReader, ToolUse
 from gridsieve.services.generation.stage_clock import Stage, StageClock
 from gridsieve.services.generation.upstream.arriving_item import Progress
 
@@ -53,19 +53,14 @@ class Answers:
     """The answers of one request.
 
     answers: their number. It is not read from `question`, whose list of siblings the engine empties when they start.
-    readers: for each answer, of its tool calls; empty if answers cannot call tools.
+    tools: those that answers may call; None: they cannot call any.
     """
 
     def __init__(
-        self,
-        question: Request,
-        answers: int,
-        clock: StageClock,
-        tokenizer: Tokenizer,
-        readers: Mapping[int, CallReader],
+        self, question: Request, answers: int, clock: StageClock, tokenizer: Tokenizer, tools: ToolUse | None = None
     ) -> None:
         self._question = question
-        self._readers = readers
+        self._readers = {index: CallReader(tools.single) for index in range(answers)} if tools else {}
         self._clock = clock
         self._unfinished = answers
         stops = bool(question.sampling.stop)
@@ -106,7 +101,7 @@ class Answers:
                     for text, calls in pieces:
                         if text or calls:
                             yield Said(index, Delta(text, ()), calls)
-                    count_answer(reason)
+                    ANSWERS.labels(reason.value).inc()
                     yield Ended(index, replace(event, reason=reason), self._question.cached_tokens)
                 case Failed():
                     raise event.error
@@ -133,5 +128,5 @@ class Answers:
             count_first_token(self._clock, cached_tokens)
             add_request_stats(cached_prompt_tokens=cached_tokens, first_token_ms=self._clock.first_token_ns // 10**6)
         if index in self._last_token_ns:
-            count_next_token(at_ns - self._last_token_ns[index])
+            INTER_TOKEN_SECONDS.observe((at_ns - self._last_token_ns[index]) * 1e-9)
         self._last_token_ns[index] = at_ns

@@ -16,17 +16,17 @@ import structlog
 from gridsieve.common.contract.errors import InvalidRequest, Overloaded, Unavailable, steps_of
 from gridsieve.services.generation.answers.events import Inbox
 from gridsieve.services.generation.engine.engine import Engine
-from gridsieve.services.generation.live.ask import Ask
-from gridsieve.services.generation.live.conversation import Conversation, check_upstream
-from gridsieve.services.generation.live.frames import SLICE_FRAMES, DropReason, Frames, Slice, Waiting
+from gridsieve.services.generation.live.ask import Ask, pulled
+from gridsieve.services.generation.live.frames import SLICE_FRAMES, DropReason, FramePair, Frames, Waiting
 from gridsieve.services.generation.live.options import Options, ask_of
-from gridsieve.services.generation.live.raw_frame import picture_of
+from gridsieve.services.generation.live.pictures import picture_of
 from gridsieve.services.generation.live.responses import LiveResponses
 from gridsieve.services.generation.live.segments import SegmentFailed
+from gridsieve.services.generation.live.session_writer import SessionWriter, check_upstream
 from gridsieve.services.generation.live.sessions import LiveSessions
 from gridsieve.services.generation.live.source_metrics import Sources
 from gridsieve.services.generation.live.streams import Streams
-from gridsieve.services.generation.live.triggers import Triggers
+from gridsieve.services.generation.request.session import Session
 from gridsieve.services.generation.served_model import ServedModel
 from gridsieve.services.generation.upstream.media import MediaClient
 from gridsieve.services.generation.upstream.watch import WatchedFrame
@@ -62,17 +62,17 @@ class LiveCall:
         if opened.source_name:
             structlog.contextvars.bind_contextvars(source_name=wanted.source_name)
         self._engine, self._media, self._sources, self._options = engine, media, sources, options
-        self._session = session = wanted.session(request_id)
+        block_tokens = wanted.live.block_tokens
+        self._session = session = Session(request_id, wanted.window_tokens, wanted.answer_tokens, block_tokens)
         self._responses = LiveResponses(session, model.tokenizer, wanted.snapshots)
         self.responses = self._responses.queue
-        self._conversation = Conversation(wanted, session, self._responses, engine, media, model, inbox, options)
+        self._writer = SessionWriter(wanted, session, self._responses, engine, media, model, inbox, options)
         self._sessions, self._charge, self._charged_bytes = sessions, charge, 0
         self._frames = Frames(wanted.fps, sessions.hold)
         self._waiting: Waiting[Ask] = Waiting(lambda late: self._responses.count_dropped(late.used, DropReason.LATE))
         self._asked: list[Ask] = []  # questions that are not finished, in no order
-        self._triggers = Triggers(wanted.triggers)
         self._came, self._closed = asyncio.Event(), False
-        self._serving: Slice | Ask | None = None
+        self._serving: FramePair | Ask | None = None
         self._running: asyncio.Task[None] | None = None
         self._ended_by: Exception | None = None
         self.over = asyncio.Event()
@@ -91,7 +91,7 @@ class LiveCall:
                     self._wanted.fps,
                     self._options,
                     self._see_streamed,
-                    self._end_stream,
+                    lambda: self._enqueue(self._frames.end_stream()),
                     self._responses.put_stream,
                     group,
                 )
@@ -138,10 +138,10 @@ class LiveCall:
         return not (self._waiting or self._serving or self._ended_by)
 
     def keep_less(self) -> bool:
-        return self._conversation.keep_less()
+        return self._writer.window.keep_less()
 
     def give_up_pictures(self) -> None:
-        self._conversation.give_up_pictures()
+        self._writer.give_up_pictures()
         self._responses.give_up_picture()
         self._responses.count_dropped(self._frames.give_up(), DropReason.NO_ROOM)
 
@@ -162,7 +162,7 @@ class LiveCall:
                     await self._take_frame(request.frame)
                 case "clip":
                     self._kind = kind
-                    await streams.add(request.clip.data, request.clip.begins)
+                    await streams.send_clip(request.clip.data, request.clip.begins)
                 case "ask":
                     await streams.caught_up()
                     try:
@@ -189,7 +189,9 @@ class LiveCall:
         self._responses.count_frames(1)
         try:
             # Pixels are copied in a thread, so that others run between the copies.
-            picture = await asyncio.to_thread(_picture_of, frame.raw) if frame.HasField("raw") else frame.picture
+            raw, picture = frame.raw, frame.picture
+            if frame.HasField("raw"):
+                picture = await asyncio.to_thread(picture_of, raw.width, raw.height, lambda: raw.rgb)
             self._see(picture, frame.time_s)
         except InvalidRequest as error:
             await self._responses.refuse_frames(1, error, self._responses.usage.frames - 1)
@@ -198,34 +200,30 @@ class LiveCall:
         """Takes a frame. Raises InvalidRequest for one that is refused."""
         self._sessions.use(self)
         try:
-            piece = self._frames.add(picture, time_s, self._responses.usage.frames - 1, filmed_s)
+            pair = self._frames.pair(picture, time_s, self._responses.usage.frames - 1, filmed_s)
         except Overloaded:
             self._responses.count_dropped(1, DropReason.NO_ROOM)
             self._came.set()
             return
-        self._add(piece)
+        self._enqueue(pair)
 
-    def _see_streamed(self, picture: bytes | bytearray, time_s: float, frame: WatchedFrame) -> None:
+    def _see_streamed(self, frame: WatchedFrame, time_s: float) -> None:
         """Takes a frame of a stream."""
         self._responses.count_frames(frame.replaced + 1)
         if frame.replaced:
             self._responses.count_dropped(frame.replaced, DropReason.LATE)
-        self._see(picture, time_s, frame.filmed_s)
+        self._see(frame.picture, time_s, frame.filmed_s)
 
-    def _end_stream(self) -> None:
-        """A stream is over: its last frame, if it has no partner, is shown twice."""
-        self._add(self._frames.end_stream())
-
-    def _add(self, piece: Slice | None) -> None:
-        if piece:
-            self._waiting.add(piece, answering=isinstance(self._serving, Ask))
+    def _enqueue(self, pair: FramePair | None) -> None:
+        if pair:
+            self._waiting.enqueue(pair, answering=isinstance(self._serving, Ask))
             self._charge_pictures()
             self._came.set()
 
     def _charge_pictures(self) -> None:
         """Charges the client for slices that wait, and the one that is being added. The oldest that wait go without
         room."""
-        serving_bytes = self._serving.size_bytes if isinstance(self._serving, Slice) else 0
+        serving_bytes = self._serving.size_bytes if isinstance(self._serving, FramePair) else 0
         while True:
             held_bytes = self._waiting.size_bytes + serving_bytes
             try:
@@ -248,58 +246,53 @@ class LiveCall:
                 await self._responses.tell_dropped()
                 await self._came.wait()
                 continue
-            self._serving = piece = self._waiting.take()
-            await self._serve(piece)
-            if isinstance(piece, Ask):
-                self._asked.remove(piece)
+            self._serving = work = self._waiting.take()
+            await self._serve(work)
+            if isinstance(work, Ask):
+                self._asked.remove(work)
             self._serving = None
-            del piece
+            del work
             self._charge_pictures()
             self._sessions.use(self)
         await self._responses.tell_dropped()
 
-    async def _serve(self, piece: Slice | Ask) -> None:
+    async def _serve(self, work: FramePair | Ask) -> None:
         """Adds a slice or answers a question. The session goes on without what is refused, or needs a service that
         cannot be reached."""
         try:
-            changed = await self._conversation.add(piece)
+            changed = await self._writer.write(work)
         except InvalidRequest as error:
-            if isinstance(piece, Slice):
-                number = _wrong_frame(piece, error)
-                await self._responses.refuse_frames(piece.used, error, number)
+            if isinstance(work, FramePair):
+                await self._responses.refuse_frames(work.used, error, _wrong_frame(work, error))
             else:
-                await self._responses.finish_without_answer(piece.id, error)
+                await self._responses.finish_without_answer(work.id, error)
         except (Unavailable, Overloaded) as error:
             check_upstream(error)
             if not self._goes_without:
                 log.warning("a live session goes on without a service", error=str(error))
             self._goes_without = True
-            if isinstance(piece, Slice):
-                self._responses.count_dropped(piece.used, DropReason.UNAVAILABLE)
+            if isinstance(work, FramePair):
+                self._responses.count_dropped(work.used, DropReason.UNAVAILABLE)
                 await self._responses.tell_dropped()
             else:
-                await self._responses.finish_without_answer(piece.id, error)
+                await self._responses.finish_without_answer(work.id, error)
         else:
             self._goes_without = False
-            if isinstance(piece, Slice):
-                self._pull_triggers(piece.time_us, changed)
+            if isinstance(work, FramePair):
+                self._pull_triggers(work.time_us, changed)
 
     def _pull_triggers(self, time_us: int, changed: float) -> None:
         """Asks what a slice triggers, before what waits."""
         room = MAX_WAITING_QUESTIONS + 1 - len(self._asked)
-        for ask in self._triggers.pulled(time_us, changed, tuple(self._asked), room):
+        for ask in pulled(self._wanted.triggers, time_us, changed, tuple(self._asked), room):
             self._asked.append(ask)
             self._waiting.ask_now(ask)
 
 
-def _wrong_frame(piece: Slice, error: InvalidRequest) -> int:
+def _wrong_frame(pair: FramePair, error: InvalidRequest) -> int:
     """The number of the frame for which a slice is refused. Puts LiveFrame's name of its picture into the error."""
     match steps_of(error.field or ""):
         case *_, "pictures", int(place):  # of a prompt whose pictures are those of whole slices
             error.field = "frame.picture"
-            return (piece.first if place % SLICE_FRAMES == 0 else piece.last).number
-    return piece.last.number
-
-
-def _picture_of(raw: generation_pb2.RawFrame) -> bytes:
-    return picture_of(raw.width, raw.height, lambda: raw.rgb)
+            return (pair.first if place % SLICE_FRAMES == 0 else pair.last).number
+    return pair.last.number

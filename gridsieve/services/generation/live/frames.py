@@ -59,9 +59,9 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """Two frames, which may show the same picture. used: how many that came are in it. stream: the number of the stream
-    that both are of."""
+class FramePair:
+    """The two frames of a slice, which may show the same picture. used: how many that came are in it. stream: the
+    number of the stream that both are of."""
 
     first: Frame
     last: Frame
@@ -77,11 +77,11 @@ class Slice:
     def size_bytes(self) -> int:
         return len(self.first.picture) + len(self.last.picture)
 
-    def showing(self, first: bytes | bytearray, last: bytes | bytearray) -> Slice:
+    def showing(self, first: bytes | bytearray, last: bytes | bytearray) -> FramePair:
         """Other pictures at its times."""
         return replace(self, first=replace(self.first, picture=first), last=replace(self.last, picture=last))
 
-    def repeats(self, other: Slice) -> bool:
+    def repeats(self, other: FramePair) -> bool:
         """Whether it shows the same files."""
         return (self.first.picture, self.last.picture) == (other.first.picture, other.last.picture)
 
@@ -92,7 +92,7 @@ def microseconds(seconds: float) -> int:
 
 
 class Frames:
-    """Makes slices of the frames that are used. hold: called with each of them; raises Overloaded for lack of room."""
+    """Pairs the frames that are used. hold: called with each of them; raises Overloaded for lack of room."""
 
     def __init__(self, fps: float, hold: Callable[[Frame], None] = lambda _: None) -> None:
         self._fps, self._hold = Fraction(fps), hold
@@ -102,10 +102,10 @@ class Frames:
         self._lone: Frame | None = None
         self._stream = 0
 
-    def add(
+    def pair(
         self, picture: bytes | bytearray, time_s: float, number: int = 0, filmed_s: float | None = None
-    ) -> Slice | None:
-        """The slice that a frame completes. filmed_s: by the camera's own clock, if it tells.
+    ) -> FramePair | None:
+        """The pair that a frame completes. filmed_s: by the camera's own clock, if it tells.
 
         Raises InvalidRequest for its time, and for no or too large a picture, and Overloaded where it has no room.
         """
@@ -133,7 +133,7 @@ class Frames:
         if self._lone is None:
             self._lone = frame
             return None
-        whole, self._lone = Slice(self._lone, frame, stream=self._stream), None
+        whole, self._lone = FramePair(self._lone, frame, stream=self._stream), None
         return whole
 
     def give_up(self) -> int:
@@ -141,14 +141,14 @@ class Frames:
         lone, self._lone = self._lone, None
         return int(lone is not None)
 
-    def flush(self) -> Slice | None:
-        """A slice of the frame that waits for another one, if there is one: it is shown twice."""
+    def flush(self) -> FramePair | None:
+        """The frame that waits for another one, if there is one: it is shown twice."""
         lone, self._lone = self._lone, None
         if lone is None:
             return None
-        return Slice(lone, replace(lone, time_us=lone.time_us + 1), used=1, stream=self._stream)
+        return FramePair(lone, replace(lone, time_us=lone.time_us + 1), used=1, stream=self._stream)
 
-    def end_stream(self) -> Slice | None:
+    def end_stream(self) -> FramePair | None:
         """As `flush`. The frames that follow are another stream's, and share no slice with those before them."""
         lone, self._stream = self.flush(), self._stream + 1
         return lone
@@ -162,9 +162,9 @@ class Waiting(Generic[T]):
     drop: called with each slice whose place a newer one took.
     """
 
-    def __init__(self, drop: Callable[[Slice], None]) -> None:
+    def __init__(self, drop: Callable[[FramePair], None]) -> None:
         self._drop = drop
-        self._all: deque[Slice | T] = deque()
+        self._all: deque[FramePair | T] = deque()
         self._held = 0  # slices that may wait beside the newest one
 
     def __len__(self) -> int:
@@ -173,39 +173,39 @@ class Waiting(Generic[T]):
     @property
     def size_bytes(self) -> int:
         """Of all pictures."""
-        return sum(each.size_bytes for each in self._all if isinstance(each, Slice))
+        return sum(each.size_bytes for each in self._all if isinstance(each, FramePair))
 
-    def add(self, piece: Slice, answering: bool = False) -> None:
-        """Adds the newest slice. answering: whether a question is answered meanwhile."""
-        last = list(takewhile(lambda each: isinstance(each, Slice), reversed(self._all)))
+    def enqueue(self, pair: FramePair, answering: bool = False) -> None:
+        """Lets the newest slice wait. answering: whether a question is answered meanwhile."""
+        last = list(takewhile(lambda each: isinstance(each, FramePair), reversed(self._all)))
         if answering and self._held < MAX_HELD:
             self._held += 1
         elif len(last) > self._held:
             replaced = self._all.pop()
-            assert isinstance(replaced, Slice)
+            assert isinstance(replaced, FramePair)
             self._drop(replaced)
-        self._all.append(piece)
+        self._all.append(pair)
         self._drop_oldest()
 
-    def ask(self, question: T, before: Slice | None) -> None:
-        """Adds a question, and before it a slice that is not to replace another."""
+    def ask(self, question: T, before: FramePair | None) -> None:
+        """Lets a question wait, and before it a slice that is not to replace another."""
         if before:
             self._all.append(before)
             self._drop_oldest()
         self._all.append(question)
 
     def ask_now(self, question: T) -> None:
-        """Adds a question before everything that waits."""
+        """Puts a question before everything that waits."""
         self._all.appendleft(question)
 
-    def take(self) -> Slice | T:
+    def take(self) -> FramePair | T:
         first = self._all.popleft()
-        self._held = max(0, self._held - isinstance(first, Slice))
+        self._held = max(0, self._held - isinstance(first, FramePair))
         return first
 
-    def take_oldest_slice(self) -> Slice:
+    def take_oldest_slice(self) -> FramePair:
         """The oldest of the slices, of which there is one at least."""
-        oldest = next(each for each in self._all if isinstance(each, Slice))
+        oldest = next(each for each in self._all if isinstance(each, FramePair))
         self._all.remove(oldest)
         return oldest
 

@@ -13,11 +13,9 @@ from gridsieve.common.contract.retention import EVS_CAUSAL, NONE, PIXEL_CHANGE, 
 from gridsieve.common.contract.wire import completed, pruning_message, pruning_of
 from gridsieve.families import not_live
 from gridsieve.services.generation.answers.messages import sampling_request
-from gridsieve.services.generation.live.ask import Ask
+from gridsieve.services.generation.live.ask import Ask, Trigger
 from gridsieve.services.generation.live.frames import microseconds
-from gridsieve.services.generation.live.triggers import Trigger
 from gridsieve.services.generation.request.request import Adapter
-from gridsieve.services.generation.request.session import Session
 from gridsieve.services.generation.served_model import LiveModel, ServedModel
 from gridsieve.v1 import generation_pb2, prompt_pb2
 
@@ -102,10 +100,6 @@ class Options:
             reopens=message.reopens,
             snapshots=message.snapshots,
         )
-
-    def session(self, request_id: str) -> Session:
-        """A session that has no blocks yet."""
-        return Session(request_id, self.window_tokens, self.answer_tokens, self.live.block_tokens)
 
 
 def ask_of(message: generation_pb2.LiveAsk) -> Ask:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.tensors import PIECE_BYTES
-from gridsieve.services.generation.live.frames import SLICE_FRAMES, US_PER_S, Frame, Slice
+from gridsieve.services.generation.live.frames import SLICE_FRAMES, US_PER_S, Frame, FramePair
 from gridsieve.v1 import prompt_pb2
 
 # Words of turns of which only their end is taken.
@@ -33,34 +33,34 @@ Before: TypeAlias = Sequence[prompt_pb2.Message] | None
 Announcing: TypeAlias = tuple[prompt_pb2.Prompt, Sequence[bytes | bytearray]]
 
 
-def turn_slice(before: Before, piece: Slice, max_pixels: int | None) -> Announcing:
+def turn_slice(before: Before, pair: FramePair, max_pixels: int | None) -> Announcing:
     """A turn that begins with a slice.
 
     The slice is shown again, because the size of frames may depend on their number.
     """
     again = [
-        replace(frame, time_us=piece.last.time_us + number * _LATER_US)
-        for number, frame in enumerate((piece.first, piece.last), 1)
+        replace(frame, time_us=pair.last.time_us + number * _LATER_US)
+        for number, frame in enumerate((pair.first, pair.last), 1)
     ]
-    video, pictures = _video([piece.first, piece.last, *again], max_pixels)
+    video, pictures = _video([pair.first, pair.last, *again], max_pixels)
     return _prompt(_answered() if before is None else before, video), pictures
 
 
-def next_slice(shown: Slice, piece: Slice, max_pixels: int | None, alone: bool = False) -> Announcing:
+def next_slice(shown: FramePair, pair: FramePair, max_pixels: int | None, alone: bool = False) -> Announcing:
     """A slice after another one of its turn. alone: the other one's pictures are left out."""
     left_out = SLICE_FRAMES if alone else 0
-    video, pictures = _video([shown.first, shown.last, piece.first, piece.last], max_pixels, left_out)
+    video, pictures = _video([shown.first, shown.last, pair.first, pair.last], max_pixels, left_out)
     return _prompt((), video), pictures
 
 
-def still_slice(shown: Slice, piece: Slice, grid: Grid) -> prompt_pb2.Prompt:
+def still_slice(shown: FramePair, pair: FramePair, grid: Grid) -> prompt_pb2.Prompt:
     """As `next_slice`, of models that write a slice's time: what the slices show does not count. grid: of both."""
-    times_s = [(each.first.time_us / US_PER_S + each.last.time_us / US_PER_S) / 2 for each in (shown, piece)]
+    times_s = [(each.first.time_us / US_PER_S + each.last.time_us / US_PER_S) / 2 for each in (shown, pair)]
     embeds = prompt_pb2.MediaEmbeds(grid=prompt_pb2.Grid(t=2, h=grid.h, w=grid.w), timestamps_s=times_s)
     return _prompt((), prompt_pb2.Part(video=prompt_pb2.Media(embeds=embeds)))
 
 
-def question(before: Before, seen: Sequence[Slice], texts: Sequence[str]) -> prompt_pb2.Prompt:
+def question(before: Before, seen: Sequence[FramePair], texts: Sequence[str]) -> prompt_pb2.Prompt:
     """A question, after one slice of its turn or two; or without any, after the conversation `before`.
 
     Of one slice nothing but its end counts, and of two their times, too, so another video is in their place.
@@ -74,7 +74,7 @@ def question(before: Before, seen: Sequence[Slice], texts: Sequence[str]) -> pro
     return _prompt(_answered() if before is None else before, *parts)
 
 
-def told(before: Before, seen: Sequence[Slice], texts: Sequence[str], answer: str) -> prompt_pb2.Prompt:
+def told(before: Before, seen: Sequence[FramePair], texts: Sequence[str], answer: str) -> prompt_pb2.Prompt:
     """As `question`, with its answer and one more turn."""
     prompt = question(before, seen, texts)
     for role, text in ((prompt_pb2.ROLE_ASSISTANT, answer), (prompt_pb2.ROLE_USER, _A_TURN)):

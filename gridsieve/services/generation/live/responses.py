@@ -22,8 +22,8 @@ from gridsieve.common.telemetry.logs import add_request_stats
 from gridsieve.services.generation.answers.messages import delta_message, finished_message
 from gridsieve.services.generation.answers.text import Said
 from gridsieve.services.generation.live.ask import Answer
-from gridsieve.services.generation.live.frames import DropReason, Frame, Slice
-from gridsieve.services.generation.live.snapshot import snapshot_of
+from gridsieve.services.generation.live.frames import DropReason, Frame, FramePair
+from gridsieve.services.generation.live.pictures import snapshot_of
 from gridsieve.services.generation.live.source_metrics import Source
 from gridsieve.services.generation.live.streams import StreamState
 from gridsieve.services.generation.request.session import Session
@@ -32,7 +32,6 @@ from gridsieve.v1 import generation_pb2
 from gridsieve.v1.generation_pb2 import (
     SNAPSHOTS_ANSWERS,
     SNAPSHOTS_SLICES,
-    SNAPSHOTS_UNSPECIFIED,
     WALL_CLOCK_CAMERA,
     WALL_CLOCK_SERVICE,
     LiveResponse,
@@ -49,9 +48,7 @@ class LiveResponses:
 
     source: Source | None = None
 
-    def __init__(
-        self, session: Session, tokenizer: Tokenizer, snapshots: generation_pb2.Snapshots = SNAPSHOTS_UNSPECIFIED
-    ) -> None:
+    def __init__(self, session: Session, tokenizer: Tokenizer, snapshots: generation_pb2.Snapshots) -> None:
         self.queue: ResponseQueue[LiveResponse] = ResponseQueue(None)
         self.usage = generation_pb2.LiveUsage()
         self._session, self._tokenizer, self._snapshots = session, tokenizer, snapshots
@@ -107,19 +104,19 @@ class LiveResponses:
         if self.source:
             self.source.count_frames(frames)
 
-    async def put_slice(self, piece: Slice, grid: Grid, kept: Int32Array) -> None:
+    async def put_slice(self, pair: FramePair, grid: Grid, kept: Int32Array) -> None:
         """Counts a slice that was added, and tells of it. grid: its tokens. kept: which of them stayed."""
-        self._seen = piece.last if self._snapshots else replace(piece.last, picture=b"")
-        self.usage.used_frames += piece.used
+        self._seen = pair.last if self._snapshots else replace(pair.last, picture=b"")
+        self.usage.used_frames += pair.used
         self.usage.media_tokens_full += grid.tokens
         self.usage.media_tokens += kept.size
         add_request_stats(prompt_tokens_full=grid.tokens, prompt_tokens=kept.size)
         if self.source:
-            lag_s = (time.monotonic_ns() - piece.last.came_ns) * 1e-9
+            lag_s = (time.monotonic_ns() - pair.last.came_ns) * 1e-9
             self.source.count_slice(lag_s, grid.tokens, kept.size)
         told = generation_pb2.LiveSlice(
-            first_time_s=piece.first.given_s,
-            last_time_s=piece.last.given_s,
+            first_time_s=pair.first.given_s,
+            last_time_s=pair.last.given_s,
             grid=grid_message(grid),
             kept=int32_tensor(kept),
             usage=self.used(),

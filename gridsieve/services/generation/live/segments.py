@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from gridsieve.common.contract.errors import GridsieveError, PromptTooLong
 from gridsieve.common.telemetry.logs import add_request_stats
@@ -11,12 +10,12 @@ from gridsieve.services.generation.answers.events import Events, Inbox
 from gridsieve.services.generation.answers.text import Answers, Ended, Said
 from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.live.ask import Answer, Ask
+from gridsieve.services.generation.live.options import Options
 from gridsieve.services.generation.live.responses import LiveResponses
-from gridsieve.services.generation.request.request import Adapter, Event, Failed, Finished, Request
+from gridsieve.services.generation.request.request import Failed, Finished, Request
 from gridsieve.services.generation.request.session import Segment, Session
-from gridsieve.services.generation.sampling.detokenizer import Detokenizer
 from gridsieve.services.generation.sampling.sampler import SamplingParams
-from gridsieve.services.generation.served_model import LiveModel, ServedModel
+from gridsieve.services.generation.served_model import ServedModel
 from gridsieve.services.generation.stage_clock import StageClock
 
 
@@ -37,15 +36,14 @@ class Segments:
 
     def __init__(
         self,
+        wanted: Options,
         session: Session,
-        live: LiveModel,
-        adapter: Adapter | None,
         responses: LiveResponses,
         engine: Engine,
         model: ServedModel,
         inbox: Inbox,
     ) -> None:
-        self._session, self._live, self._adapter, self._responses = session, live, adapter, responses
+        self._wanted, self._session, self._responses = wanted, session, responses
         self._engine, self._model, self._inbox = engine, model, inbox
 
     async def compute(self, segment: Segment) -> None:
@@ -53,8 +51,7 @@ class Segments:
 
         Raises SessionFull beyond the model's positions, and SegmentFailed.
         """
-        events = Events(self._inbox, 1)
-        self._engine.submit(self._request(segment, SamplingParams(1), None, events.listener(0)))
+        _, events = self._submit(segment, SamplingParams(1))
         while True:
             for _, _, event in await events.next():
                 if isinstance(event, Failed):
@@ -64,19 +61,16 @@ class Segments:
 
     async def answer(self, ask: Ask, segment: Segment, params: SamplingParams, clock: StageClock) -> Answer:
         """Computes the segment of a question, and its answer until that ends or is cancelled. Raises as `compute`."""
-        model, held = self._model, self._session.held
-        events = Events(self._inbox, 1)
-        question = self._request(segment, params, model.stop_finder(params), events.listener(0))
-        tokens = question.prompt.tokens
-        self._engine.submit(question)
-        add_request_stats(prompt_tokens_full=tokens - held, prompt_tokens=tokens - held)
+        held, rows = self._session.held, segment.ids.size
+        question, events = self._submit(segment, params)
+        add_request_stats(prompt_tokens_full=rows, prompt_tokens=rows)
         try:
-            text, ended = await self._say(ask, Answers(question, 1, clock, model.tokenizer, {}), events)
+            text, ended = await self._say(ask, Answers(question, 1, clock, self._model.tokenizer), events)
         except GridsieveError as error:
             raise SegmentFailed(error) from error
         if ended is None:
             await asyncio.wrap_future(self._engine.interrupt(self._session))
-        return Answer(text, ended, tokens, held, len(question.output_ids), clock)
+        return Answer(text, ended, held + rows, held, len(question.output_ids), clock)
 
     async def _say(self, ask: Ask, answers: Answers, events: Events) -> tuple[str, Ended | None]:
         """Sends the parts of an answer. Returns its text so far, and how it ended; None if it was cancelled."""
@@ -99,16 +93,10 @@ class Segments:
             stop.cancel()
             arrives.cancel()
 
-    def _request(
-        self,
-        segment: Segment,
-        params: SamplingParams,
-        detokenizer: Detokenizer | None,
-        on_event: Callable[[Event], None],
-    ) -> Request:
-        """The request that computes a segment. Raises SessionFull beyond the model's positions."""
+    def _submit(self, segment: Segment, params: SamplingParams) -> tuple[Request, Events]:
+        """The request that computes a segment, and its events. Raises SessionFull beyond the model's positions."""
         session, last = self._session, segment.next_position + params.max_new_tokens
-        if last > (trained := self._live.positions):
+        if last > (trained := self._wanted.live.positions):
             raise SessionFull(
                 f"a window of the session needs position {last}, the model was trained on {trained}",
                 value=last,
@@ -117,7 +105,17 @@ class Segments:
             )
         prompt = session.begin(segment, self._model.input.embed_levels)
         keys = (b"",) * len(prompt.plan.media)  # one item at most: all media rows of the segment
-        number = f"{session.id}/{session.count}"
-        request = Request(number, prompt, keys, params, detokenizer, on_event, self._adapter, session=session)
+        events = Events(self._inbox, 1)
+        request = Request(
+            f"{session.id}/{session.count}",
+            prompt,
+            keys,
+            params,
+            self._model.stop_finder(params),
+            events.listener(0),
+            self._wanted.adapter,
+            session=session,
+        )
         request.embeds = [segment.embeds] * len(keys)
-        return request
+        self._engine.submit(request)
+        return request, events

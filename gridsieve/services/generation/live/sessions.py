@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 from gridsieve.common.contract.errors import Overloaded
@@ -50,17 +50,17 @@ class OpenSession(Protocol):
 
 
 class LiveSessions:
-    """picture_bytes: room for pictures. blocks: those that sessions may own. now_s: a clock that never falls back."""
+    """picture_bytes: room for pictures. blocks: those that sessions may own."""
 
-    def __init__(self, picture_bytes: int, blocks: int, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._picture_bytes, self._blocks, self._now_s = picture_bytes, blocks, now_s
+    def __init__(self, picture_bytes: int, blocks: int) -> None:
+        self._picture_bytes, self._blocks = picture_bytes, blocks
         self.held_bytes = 0
         self._used_s: dict[OpenSession, float] = {}  # those that were used longest ago come first
 
     def use(self, session: OpenSession) -> None:
         """The session is in use now."""
         self._used_s.pop(session, None)
-        self._used_s[session] = self._now_s()
+        self._used_s[session] = time.monotonic()
 
     def remove(self, session: OpenSession) -> None:
         self._used_s.pop(session, None)
@@ -115,7 +115,7 @@ class LiveSessions:
 
     def _idle(self) -> Iterator[tuple[OpenSession, float]]:
         """Those that are idle, and for how long."""
-        now_s = self._now_s()
+        now_s = time.monotonic()
         for session, used_s in self._used_s.items():
             if session.rests and now_s - used_s >= IDLE_S:
                 yield session, now_s - used_s

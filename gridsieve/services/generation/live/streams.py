@@ -85,9 +85,9 @@ class StreamTimes:
 class Streams:
     """The streams of one session.
 
-    options: makes the arguments of an upstream call that begins now. see: takes each frame, with its picture file and
-    its time. end: called once a stream is over. tell: sends a state, and why it is so. group: runs what reads
-    the streams; an error there ends the session.
+    options: makes the arguments of an upstream call that begins now. see: takes each frame, with its time. end: called
+    once a stream is over. tell: sends a state, and why it is so. group: runs what reads the streams; an error there
+    ends the session.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Streams:
         media: MediaClient,
         fps: float,
         options: Callable[[], dict[str, Any]],
-        see: Callable[[bytes | bytearray, float, WatchedFrame], None],
+        see: Callable[[WatchedFrame, float], None],
         end: Callable[[], None],
         tell: Callable[[StreamState, str], Awaitable[None]],
         group: asyncio.TaskGroup,
@@ -106,7 +106,6 @@ class Streams:
         self._source: asyncio.Task[None] | None = None
         self._clips: Watch | None = None  # None: the next clip that begins a stream is waited for
         self._reading: asyncio.Task[None] | None = None
-        self._begun = False
         self._sent_bytes = self._read_bytes = 0
         self._progress = asyncio.Event()
 
@@ -114,14 +113,13 @@ class Streams:
         """Watches a source until the session is closed. reopens: whatever ends it, and before its first frame, too."""
         self._source = self._group.create_task(self._watch(url, reopens, source))
 
-    async def add(self, data: bytes, begins: bool) -> None:
+    async def send_clip(self, data: bytes, begins: bool) -> None:
         """Sends a clip to preprocessing. begins: another stream. Raises InvalidRequest for no bytes or too many."""
         if not 1 <= len(data) <= MAX_PICTURE_BYTES:
             limit = f"1 to {MAX_PICTURE_BYTES} bytes"
             raise InvalidRequest(field="clip.data", limit=limit, value=f"{len(data)} bytes")
-        if begins or not self._begun:
+        if begins or self._reading is None:
             await self._end_clips()
-            self._begun = True
             self._sent_bytes = self._read_bytes = 0
             self._clips = self._media.watch(self._fps, "", **self._options())
             self._reading = self._group.create_task(self._read_clips(self._clips))
@@ -161,12 +159,10 @@ class Streams:
         except _Over as over:
             state, reason = StreamState.ENDED, str(over)
         except (InvalidRequest, Overloaded, Unavailable) as error:
-            if not isinstance(error, Unavailable):
-                error.field = "clip"
+            state, reason = StreamState.LOST, _named(error, "clip")
             if isinstance(error, InvalidRequest) and not isinstance(error, MediaDamaged):
                 raise
-            log.warning("clips of a live session were lost", error=str(error))
-            state, reason = StreamState.LOST, str(error)
+            log.warning("clips of a live session were lost", error=reason)
         finally:
             watch.cancel()
             if self._clips is watch:
@@ -187,7 +183,7 @@ class Streams:
             except _Over as error:
                 over, reason = True, str(error)
             except _LOST as error:
-                over, reason = False, _named(error)
+                over, reason = False, _named(error, "open.source")
                 if not (seen or (reopens and _may_pass(error))):
                     raise
             if over:
@@ -222,7 +218,7 @@ class Streams:
 
     def _show(self, frame: WatchedFrame) -> None:
         try:
-            self._see(frame.picture, self._times.of(frame.time_s), frame)
+            self._see(frame, self._times.of(frame.time_s))
         except InvalidRequest as error:  # its time: the session is as long as it may be
             raise _Over(f"no more frames are taken: {error}") from error
 
@@ -233,8 +229,8 @@ def _may_pass(error: GridsieveError) -> bool:
     return type(error) is not InvalidRequest and not isinstance(error, MediaForbidden)
 
 
-def _named(error: GridsieveError) -> str:
+def _named(error: GridsieveError, field: str) -> str:
     """The error's text, once it names the field of a live session."""
     if not isinstance(error, Unavailable):
-        error.field = "open.source"
+        error.field = field
     return str(error)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gridsieve.common.contract.plan import PromptPlan
-from gridsieve.services.generation.live.frames import Slice
+from gridsieve.services.generation.live.frames import FramePair
 from gridsieve.services.generation.request import live_cuts
 from gridsieve.services.generation.request.live_cuts import SliceSegment
 from gridsieve.services.generation.request.session import Segment, Session
@@ -29,14 +29,14 @@ class Base:
     each place; empty: `shown` tells. is_gone: the slice is taken whole, because what it could build on is not held.
     """
 
-    shown: Slice | None
+    shown: FramePair | None
     cut: SliceSegment | None
     reference: bytes
     is_gone: bool
 
-    def keeps_nothing_of(self, piece: Slice) -> bool:
+    def keeps_nothing_of(self, pair: FramePair) -> bool:
         """Whether a slice shows the same files as `shown`, after which these files keep nothing."""
-        return bool(self.shown and self.cut and self.cut.settled and not self.is_gone and piece.repeats(self.shown))
+        return bool(self.shown and self.cut and self.cut.settled and not self.is_gone and pair.repeats(self.shown))
 
 
 class Turn:
@@ -45,13 +45,13 @@ class Turn:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.texts: list[Segment] = []
-        self._shown: Slice | None = None  # the last slice of the turn; None before its first one
+        self._shown: FramePair | None = None  # the last slice of the turn; None before its first one
         self._cut: SliceSegment | None = None  # of that slice, without its embeddings
-        self._still: Slice | None = None  # the last slice after it that shows the same files and added no rows
+        self._still: FramePair | None = None  # the last slice after it that shows the same files and added no rows
         self._last_whole = 0  # the last segment of the session whose slice was taken whole
 
     @property
-    def seen(self) -> Sequence[Slice]:
+    def seen(self) -> Sequence[FramePair]:
         """The last slice of the turn, and one that repeats it and added no rows."""
         return [each for each in (self._shown, self._still) if each]
 
@@ -69,27 +69,27 @@ class Turn:
         self.begin()
         self._last_whole = 0
 
-    def base_of(self, piece: Slice) -> Base:
+    def base_of(self, pair: FramePair) -> Base:
         """What the next slice builds on."""
         shown, cut = self._shown, self._cut
         # Slices build on the last whole one of their stream. It is evicted; segment 0 is not before segment 1 is.
-        is_gone = self._session.first > max(self._last_whole, 1) or bool(shown and shown.stream != piece.stream)
+        is_gone = self._session.first > max(self._last_whole, 1) or bool(shown and shown.stream != pair.stream)
         reference = cut.reference if cut and not is_gone else b""
         if shown and not shown.size_bytes and not reference:  # they were given up, and a whole slice needs their times
-            is_gone, shown = True, shown.showing(piece.first.picture, piece.last.picture)
+            is_gone, shown = True, shown.showing(pair.first.picture, pair.last.picture)
         return Base(shown, cut, reference, is_gone)
 
-    def add(self, piece: Slice, cut: SliceSegment, number: int, whole: bool) -> None:
+    def append(self, pair: FramePair, cut: SliceSegment, number: int, whole: bool) -> None:
         """The turn has another slice. number: of its segment."""
         if whole and cut.segment.ids.size:
             self._last_whole = number
-        self._shown, self._still = piece, None
+        self._shown, self._still = pair, None
         self._cut = replace(cut, segment=replace(cut.segment, embeds=None))
         self._session.next_position = cut.segment.next_position
 
-    def stand_still(self, piece: Slice) -> None:
+    def stand_still(self, pair: FramePair) -> None:
         """Another slice repeats the last one, and adds no rows."""
-        self._still = piece
+        self._still = pair
 
     def settle(self, plan: PromptPlan) -> None:
         """Makes the slice that added no rows the last one of the turn, if there is one: what follows has positions

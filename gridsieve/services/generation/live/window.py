@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from gridsieve.common.contract.errors import PromptTooLong
 from gridsieve.common.contract.limits import MAX_INLINE_BYTES
-from gridsieve.services.generation.live.frames import MAX_LENGTH_S, Slice, microseconds
+from gridsieve.services.generation.live.frames import MAX_LENGTH_S, FramePair, microseconds
 from gridsieve.services.generation.request.session import Session
 
 # With how many of its last segments a session begins again, at most. Their pictures, of so many bytes at most, stay on
@@ -37,7 +37,7 @@ class Answered:
 
 
 # The number of a segment, and what it shows or says. Several slices of text alone may be of one segment.
-Numbered: TypeAlias = tuple[int, Slice | Answered]
+Numbered: TypeAlias = tuple[int, FramePair | Answered]
 
 
 class Window:
@@ -54,15 +54,15 @@ class Window:
         self._times: deque[tuple[int, int]] = deque()  # segment and time of each slice that is not too old
         self._last: deque[Numbered] = deque()
 
-    def add(self, number: int, shown: Slice | Answered) -> None:
-        """Adds what segment `number` shows or says, and forgets what is beyond the limits above."""
-        if isinstance(shown, Slice):
+    def remember(self, number: int, shown: FramePair | Answered) -> None:
+        """Remembers what segment `number` shows or says, and forgets what is beyond the limits above."""
+        if isinstance(shown, FramePair):
             self._times.append((number, shown.last.time_us))
         self._last.append((number, shown))
-        size_bytes = sum(each.size_bytes for _, each in self._last if isinstance(each, Slice))
+        size_bytes = sum(each.size_bytes for _, each in self._last if isinstance(each, FramePair))
         while len(self._last) > MAX_REPEATED or size_bytes > MAX_REPEATED_BYTES:
             _, first = self._last.popleft()
-            size_bytes -= first.size_bytes if isinstance(first, Slice) else 0
+            size_bytes -= first.size_bytes if isinstance(first, FramePair) else 0
 
     def check_fits(self, tokens: int) -> None:
         """Raises PromptTooLong if a slice of so many tokens is too large for an empty window."""
@@ -82,7 +82,7 @@ class Window:
         """
         while self._last:
             _, oldest = self._last.popleft()
-            if isinstance(oldest, Slice):
+            if isinstance(oldest, FramePair):
                 return True
         return False
 
@@ -90,7 +90,7 @@ class Window:
         self._times.clear()
         self._last.clear()
 
-    def oldest_beside(self, newest: Slice) -> int:
+    def oldest_beside(self, newest: FramePair) -> int:
         """The segments below this number are too old beside a slice; 0: none."""
         oldest = 0
         first = 0 if self._recurrent else self._session.first  # of the segments that may be evicted
@@ -102,7 +102,7 @@ class Window:
                 oldest = number + 1
         return oldest
 
-    def staying(self, newest: Slice | None) -> Sequence[Numbered]:
+    def staying(self, newest: FramePair | None) -> Sequence[Numbered]:
         """What a session begins again with, before a slice or, None, a question.
 
         Segment 0, which is pinned, is among it only where nothing after it was evicted.
@@ -123,9 +123,9 @@ class Window:
         for place in range(len(last) - 1, -1, -1):
             number, shown = last[place]
             rows = self._session.rows_of(number)
-            if room < (0 if isinstance(shown, Slice) else rows):
+            if room < (0 if isinstance(shown, FramePair) else rows):
                 break
-            if isinstance(shown, Slice) and shown.last.time_us < oldest_us:
+            if isinstance(shown, FramePair) and shown.last.time_us < oldest_us:
                 break
             first, room = place, room - rows
         return list(last[first:])

@@ -30,10 +30,11 @@ from gridsieve.services.generation.live.call import LiveCall
 from gridsieve.services.generation.live.sessions import LiveSessions
 from gridsieve.services.generation.live.source_metrics import Sources
 from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
 from gridsieve.services.generation.request.request import Request
 from gridsieve.services.generation.rpc.messages import method_message, note_item, usage_message
 from gridsieve.services.generation.rpc.metrics import count_prompt
-from gridsieve.services.generation.sampling.tool_calls import CallReader, ToolUse
+from gridsieve.services.generation.sampling.tool_calls import ToolUse
 from gridsieve.services.generation.served_model import ServedModel
 from gridsieve.services.generation.stage_clock import Stage, StageClock, record_stages
 from gridsieve.services.generation.upstream.media import MediaClient, MediaSession
@@ -93,8 +94,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             structlog.contextvars.bind_contextvars(adapter=adapter.name)
         call = passed_on(context, self._credentials)
         pruning = model.completed(request.pruning)
-        of_media = adapter if adapter and adapter.in_tower else None
-        opening = self._media.open(request.prompt, pruning, clock, of_media, **call)
+        opening = self._media.open(request.prompt, pruning, clock, adapter, **call)
         salt = request.prompt.cache_salt
         del request  # files may be large; the session drops them once all encoded media have arrived
         async with opening as session:
@@ -103,7 +103,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             usage = usage_message(plan, prunings, num_kept)
             first, *others = wanted.resolve(model.defaults, answer_tokens, grammar, bad_words)
             events = Events(self._inbox, 1 + len(others))
-            prompt, listener = model.pruned(plan, num_kept, session.bounded), events.listener
+            prompt = PrunedPrompt(plan, num_kept, model.defaults.vocab_size, bounded=session.bounded)
+            listener = events.listener
             finder = model.stop_finder(first)
             question = Request(request_id, prompt, session.media_keys, first, finder, listener(0), adapter, salt)
             for index, each in enumerate(others, 1):
@@ -116,12 +117,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     note_item(usage, index, encoded.kept, encoded.repaired_frames)
             if not question.wanted_media:
                 clock.skip(Stage.TRANSFER)
-            receiving = asyncio.create_task(self._receive_media(session, clock, question, usage, events))
+            receiving = asyncio.create_task(self._receive_media(session, question, usage, events))
             try:
                 accepted = generation_pb2.Accepted(request_id=request_id, usage=usage)
                 yield GenerateResponse(accepted=accepted)
-                readers = _readers(wanted.tool_use, len(answers))
-                told = Answers(question, len(answers), clock, model.tokenizer, readers)
+                told = Answers(question, len(answers), clock, model.tokenizer, wanted.tool_use)
                 while not told.complete:
                     for part in told.of(await events.next()):
                         yield response_of(part, usage, clock, model.tokenizer)
@@ -150,7 +150,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         task = asyncio.create_task(live.run(requests))
         # Notices a disconnected caller even while a response is being written.
-        context.add_done_callback(lambda _: _cancel(task))  # type: ignore[arg-type]  # the stub's own type is no protocol
+        context.add_done_callback(lambda _: task.cancel())  # type: ignore[arg-type]  # the stub's type is no protocol
         async with aclosing(live.responses.until_done(task)) as made:
             async for response in made:
                 yield response
@@ -164,11 +164,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             raise InvalidRequest(field="prompt.tools", limit=f"empty: {why}")
 
     async def _receive_media(
-        self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events
+        self, session: MediaSession, question: Request, usage: generation_pb2.Usage, events: Events
     ) -> None:
         """Delivers the media that the cache lacks to the engine, part by part. Errors become events."""
         try:
-            await self._deliver(session, clock, question, usage, events)
+            async for received in session.receive(question.wanted_media):
+                if isinstance(received, MediaItem):
+                    if received.complete:
+                        note_item(usage, received.media_index, received.kept, received.repaired_frames)
+                    self._engine.deliver(question, received)
+                else:
+                    events.put(received)
+                del received  # the last item's embeddings must not stay until the request ends
             count_prompt(usage, session.plan.media, session.prunings)
             add_request_stats(
                 media=len(usage.media),
@@ -180,26 +187,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             await session.release()
         except Exception as error:
             events.put(error)
-
-    async def _deliver(
-        self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events
-    ) -> None:
-        """A function of its own, so that no local variable keeps the last item's embeddings alive afterwards."""
-        async for received in session.receive(question.wanted_media, clock):
-            if isinstance(received, MediaItem):
-                if received.complete:
-                    note_item(usage, received.media_index, received.kept, received.repaired_frames)
-                self._engine.deliver(question, received)
-            else:
-                events.put(received)
-
-
-def _readers(use: ToolUse | None, answers: int) -> dict[int, CallReader]:
-    return {} if use is None else {index: CallReader(use.single) for index in range(answers)}
-
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
 
 
 def _request_id(given: str) -> str:

@@ -29,7 +29,7 @@ from gridsieve.services.generation.model.runner import OtherRanks, Runner
 from gridsieve.services.generation.parallel.group import Group
 from gridsieve.services.generation.settings import GenerationSettings
 from gridsieve.services.generation.startup.adapters import load_adapters
-from gridsieve.services.generation.startup.cache_size import CudaMemory, Memory, Sizes, measure
+from gridsieve.services.generation.startup.cache_size import CudaMemory, Sizes, measure
 
 BLOCK_TOKENS = 16
 CPU_CACHE_TOKENS = 32768
@@ -205,7 +205,7 @@ def fitting_tokens(
     limits: StepLimits,
     model: LanguageModel,
     group: Group | None,
-    memory: Memory,
+    memory: CudaMemory,
     capture: Callable[[Runner, int, int], object],
     state_slots: int = 0,
 ) -> int:
@@ -221,13 +221,7 @@ def fitting_tokens(
     sampled = _decoded_rows(settings, limits)
     sizes = Sizes(rows, sampled, min(requests, sampled), max(rows, context))
     try:
-        needs = measure(
-            model,
-            BLOCK_TOKENS,
-            sizes,
-            memory,
-            lambda each: capture(each, sampled, longest),
-        )
+        needs = measure(model, BLOCK_TOKENS, sizes, memory, lambda each: capture(each, sampled, longest))
     except torch.OutOfMemoryError as error:
         raise StartupError(
             f"a step of {rows} tokens (--max-num-batched-tokens) of a prompt of {context} (--max-model-len) does not "

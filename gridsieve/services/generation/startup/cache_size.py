@@ -4,7 +4,7 @@
             └────────────────────────── fraction · total ────────────────────────────┘
 
 The memory of the largest step is measured by running it: once a prefill, once a decode step, whose contexts the cache
-may have to gather. This module is independent of settings and, through `Memory`, of CUDA.
+may have to gather. This module is independent of settings.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import cycle, islice
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,37 +31,25 @@ _SAMPLING = SamplingParams(
 )
 
 
-class Memory(Protocol):
-    """Memory counters of one device, in bytes."""
-
-    def settle(self) -> None:
-        """Returns this process' unused reserved memory to the device and resets the peak counter."""
-
-    def max_used(self) -> int:
-        """Peak memory used by this process since `settle`."""
-
-    def reserved(self) -> int:
-        """Memory reserved by this process, used or not."""
-
-    def free_and_total(self) -> tuple[int, int]: ...
-
-
 class CudaMemory:
-    """Implements `Memory` for a CUDA device."""
+    """Memory counters of one device, in bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def settle(self) -> None:
+        """Returns this process' unused reserved memory to the device and resets the peak counter."""
         gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def max_used(self) -> int:
+        """Peak memory used by this process since `settle`."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def reserved(self) -> int:
+        """Memory reserved by this process, used or not."""
         return torch.cuda.memory_reserved(self._device)
 
     def free_and_total(self) -> tuple[int, int]:
@@ -110,7 +97,7 @@ def measure(
     model: LanguageModel,
     block_tokens: int,
     sizes: Sizes,
-    memory: Memory,
+    memory: CudaMemory,
     capture: Callable[[Runner], object],
 ) -> Needs:
     """Measures the largest step, with a cache that holds only its rows, and then the captured graphs.

@@ -84,8 +84,7 @@ class ArrivingItem:
         self._bound = least
         self._least = count if least is None else least
         self._buffer: TensorBuffer | None = None  # of the part that arrives, or arrived last
-        self._part: Int32Array | None = None  # its kept tokens; None: it is the whole item, which keeps `_whole`
-        self._whole: Int32Array | None = None
+        self._part: Int32Array = np.empty(0, np.int32)  # its kept tokens
         self._end = 0  # the slice after it
         self._rows = 0  # of this part and those before it
         self._taken = 0  # slices of the parts that `finish` has taken, from this encoder or one before it
@@ -132,8 +131,8 @@ class ArrivingItem:
         self._progress = reached
         return reached
 
-    def add(self, message: encoder_pb2.EmbedsChunk, received_ns: int, take: Take | None = None) -> None:
-        """Adds a piece. received_ns: when it was read, on the clock of `left_ns`. take: see `buffer_for`."""
+    def take_piece(self, message: encoder_pb2.EmbedsChunk, received_ns: int, take: Take | None = None) -> None:
+        """received_ns: when the piece was read, on the clock of `left_ns`. take: see `buffer_for`."""
         if self.complete:
             raise PeerContract(f"item {self._index} was sent twice")
         if self._buffer is None or self._buffer.complete:
@@ -149,10 +148,10 @@ class ArrivingItem:
         """
         assert self._buffer is not None
         with busy("transfer"):
-            if self._part is None and not self._taken:
-                embeds, whole = pinned_for(self._received(self._buffer), self._model.device), self._whole
-                return self._item(whole, embeds)
-            return self._add_part(self._buffer)
+            if self._taken or self._end < self._plan.grid.t:
+                return self._add_part(self._buffer)
+            kept = None if self._part.size == self._plan.grid.tokens else self._part
+            return self._item(kept, pinned_for(self._received(self._buffer), self._model.device))
 
     def _begin(self, first: encoder_pb2.EmbedsChunk, received_ns: int, take: Take | None) -> TensorBuffer:
         """A buffer for the part that a message begins."""
@@ -164,10 +163,9 @@ class ArrivingItem:
             least = self._least if self._end == grid.t else 0
             if not least <= self._rows <= count:
                 raise PeerContract(f"{self._end} of {grid.t} slices of item {self._index} keep {self._rows} tokens")
-            rows = self._part.size
         else:
-            self._end, self._whole = grid.t, received_kept(first, grid, count, self._bound)
-            rows = count if self._whole is None else self._whole.size
+            kept = received_kept(first, grid, count, self._bound)
+            self._end, self._part = grid.t, np.arange(grid.tokens, dtype=np.int32) if kept is None else kept
         if self._end == grid.t:
             if not 0 <= first.repaired_frames <= self._plan.frames.count:
                 raise PeerContract(
@@ -181,7 +179,7 @@ class ArrivingItem:
             self._repaired_frames, self._reference = first.repaired_frames, first.reference
             self._note_ages(first.ages, received_ns)
         dtypes = list(TORCH_DTYPES) if self._buffer is None else [self._buffer.dtype]
-        buffer = buffer_for(first.chunk, dtypes, (levels, rows, width), take)
+        buffer = buffer_for(first.chunk, dtypes, (levels, self._part.size, width), take)
         if not start:
             if len(first.encoding) not in (0, DIGEST_BYTES):
                 raise PeerContract(f"item {self._index}: encoding must have {DIGEST_BYTES} bytes, if any")
@@ -192,10 +190,7 @@ class ArrivingItem:
 
     def _add_part(self, buffer: TensorBuffer) -> MediaItem | None:
         """Copies what is new of a part behind the parts before it."""
-        grid, (levels, count, width) = self._plan.grid, self._shape
-        kept = self._part
-        if kept is None:  # a whole item, of which another encoder has sent parts
-            kept = np.arange(grid.tokens, dtype=np.int32) if self._whole is None else self._whole
+        grid, (levels, count, width), kept = self._plan.grid, self._shape, self._part
         embeds = self._received(buffer)
         if self._end <= self._taken:
             return None

@@ -92,12 +92,13 @@ class MediaClient:
         """A session that has received its plan. Leaving it cancels the upstream call and releases its bytes.
 
         pruning: a message of its own: a field of the request would keep all of it alive. adapter: with which the
-        media are encoded.
+        media are encoded, if it has a part for the tower.
         timeout, metadata: of the upstream call. first_slice, reference: of the media that are selected, see `Select`.
         replica: calls with the same one prefer the same replica; default: those about the same first media item. files:
         those that the prompt announces by their sizes, in order; the larger ones of other prompts are detached from it.
         Raises InvalidRequest, PromptTooLong if the media exceed the whole buffer, PeerContract, and upstream errors.
         """
+        adapter = adapter if adapter and adapter.in_tower else None
         # Files may be large: only `upstream` keeps them, for as long as it may have to retry.
         if not files:
             prompt, files = detach_files(prompt)
@@ -105,13 +106,21 @@ class MediaClient:
         asked = prunings_of(prompt, pruning, self._usual_method)
         prunings = tuple(replace(each, first_slice=first_slice) for each in asked)
         select = prompt_pb2.Select(first_slice=first_slice, reference=reference, parts=self._in_parts)
+        requests = partial(_encode_requests, prompt, files, pruning, select, adapter)
         with (
             self._encoder_affinity.of(replica or media_key(prompt, files)) as same_encoder,
-            self._encode_call(prompt, files, pruning, select, adapter, timeout, (*metadata, *same_encoder))
+            RetriedCall(
+                self._encoder.Encode,
+                requests,
+                self._encoder_retries,
+                timeout,
+                (*metadata, *same_encoder),
+                self._receiver,
+            )
             if prunings
             else self._preprocess_call(prompt, timeout, metadata) as upstream,
         ):
-            del files
+            del files, requests
             plan = await self._received_plan(upstream, prompt)
             del prompt, pruning
             if upstream.fetched_ns is None:
@@ -120,7 +129,7 @@ class MediaClient:
                 clock.finish(Stage.FETCH, upstream.fetched_ns)
             clock.finish(Stage.PLAN if prunings else Stage.TRANSFER)
             async with AsyncExitStack() as held:
-                yield MediaSession(plan, prunings, adapter, upstream, self._model, self._media_buffer, held)
+                yield MediaSession(plan, prunings, adapter, upstream, clock, self._model, self._media_buffer, held)
 
     async def plan(
         self, prompt: prompt_pb2.Prompt, timeout: float | None = None, metadata: Metadata = ()
@@ -148,24 +157,9 @@ class MediaClient:
         """A call that watches a stream, which the URL names, or whose bytes are sent (an empty URL)."""
         return Watch(self._preprocessing.Watch(timeout=timeout, metadata=metadata), fps, url)
 
-    def _encode_call(
-        self,
-        prompt: prompt_pb2.Prompt,
-        files: Sequence[bytes | bytearray],
-        pruning: prompt_pb2.Pruning,
-        select: prompt_pb2.Select,
-        adapter: Adapter | None,
-        timeout: float | None,
-        metadata: Metadata,
-    ) -> RetriedCall:
-        requests = partial(_encode_requests, prompt, files, pruning, select, adapter)
-        retries = self._encoder_retries
-        return RetriedCall(self._encoder.Encode, requests, retries, timeout, metadata, self._receiver)
-
     def _preprocess_call(self, prompt: prompt_pb2.Prompt, timeout: float | None, metadata: Metadata) -> RetriedCall:
         requests = partial(_preprocess_requests, prompt)
-        retries = self._preprocessing_retries
-        return RetriedCall(self._preprocessing.Preprocess, requests, retries, timeout, metadata)
+        return RetriedCall(self._preprocessing.Preprocess, requests, self._preprocessing_retries, timeout, metadata)
 
 
 class MediaSession:
@@ -182,6 +176,7 @@ class MediaSession:
         prunings: tuple[Pruning, ...],
         adapter: Adapter | None,
         upstream: RetriedCall,
+        clock: StageClock,
         model: ModelInput,
         media_buffer: ByteSemaphore,
         held: AsyncExitStack,
@@ -209,7 +204,7 @@ class MediaSession:
                 limit=media_buffer.size_bytes,
                 remedy=advice(plan.media, [Limit(prunings, media_buffer.size_bytes // self._row_bytes)]),
             )
-        self._upstream = upstream
+        self._upstream, self._clock = upstream, clock
         self._model = model
         self._media_buffer = media_buffer
         self._held = held
@@ -218,7 +213,7 @@ class MediaSession:
         """Releases the reserved bytes before the session ends."""
         await self._held.aclose()
 
-    async def receive(self, wanted: Sequence[int], clock: StageClock) -> AsyncIterator[Progress | MediaItem]:
+    async def receive(self, wanted: Sequence[int]) -> AsyncIterator[Progress | MediaItem]:
         """Reserves bytes, selects the wanted items, then yields progress, and each item as it completes or grows.
 
         The session holds the bytes. The progress of an item restarts if its encoder was lost.
@@ -238,7 +233,7 @@ class MediaSession:
             )
             for index in wanted
         }
-        self._note_progress(arriving.values(), clock)
+        self._note_progress(arriving.values())
         while missing := [index for index, item in arriving.items() if not item.complete]:
             try:
                 response = await self._upstream.read()
@@ -254,12 +249,12 @@ class MediaSession:
                     event = _selected(arriving, response.progress.media_index).progress(response.progress)
                 case "embeds":
                     item = _selected(arriving, response.embeds.media_index)
-                    item.add(response.embeds, clock.now_ns(), self._upstream.take)
+                    item.take_piece(response.embeds, self._clock.now_ns(), self._upstream.take)
                     if item.part_complete:
                         event = await asyncio.to_thread(item.finish)
                 case other:
                     raise PeerContract(f"the encoder sent {other}, expected progress or embeds")
-            self._note_progress(arriving.values(), clock)
+            self._note_progress(arriving.values())
             if event:
                 yield event
         self._upstream.succeeded()
@@ -270,17 +265,17 @@ class MediaSession:
             return None
         return 0 if self.prunings[index].first_slice else 1
 
-    def _note_progress(self, arriving: Collection[ArrivingItem], clock: StageClock) -> None:
+    def _note_progress(self, arriving: Collection[ArrivingItem]) -> None:
         """A stage ends when the last item leaves it; a stage that no item passed through is skipped."""
         if arriving and all(item.begun for item in arriving):
             for stage in _STAGES_OF_ITEMS:
                 left_ns = [item.left_ns[stage] for item in arriving if stage in item.left_ns]
                 if left_ns:
-                    clock.finish(stage, max(left_ns))
+                    self._clock.finish(stage, max(left_ns))
                 else:
-                    clock.skip(stage)
+                    self._clock.skip(stage)
         if all(item.complete for item in arriving):
-            clock.finish(Stage.TRANSFER)
+            self._clock.finish(Stage.TRANSFER)
 
 
 async def _encode_requests(

@@ -39,13 +39,11 @@ class Watch:
     def __init__(self, call: Any, fps: float, url: str) -> None:
         """call: of Watch, just begun."""
         self._call = call
-        self._opening: WatchRequest | None = WatchRequest(open=preprocessing_pb2.WatchOpen(fps=fps, url=url))
+        self._opening = preprocessing_pb2.WatchOpen(fps=fps, url=url)
         self._last_s = -math.inf
 
     async def open(self) -> None:
-        if self._opening:
-            opening, self._opening = self._opening, None
-            await write_to(self._call, opening)
+        await write_to(self._call, WatchRequest(open=self._opening))
 
     async def send(self, data: bytes) -> None:
         """The next bytes of the stream. Does nothing if the call has ended; reading from it tells how."""

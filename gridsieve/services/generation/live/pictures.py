@@ -1,14 +1,20 @@
-"""Frames that come as pixels, as the picture files that preprocessing reads."""
+"""Picture files of a live session's frames: made of pixels that come, and shown in responses."""
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable
+
+from PIL import Image
 
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.limits import MAX_RAW_PIXELS
 from gridsieve.services.generation.upstream.watch import ppm_header
 
+# A response holds no more than 8 MiB. The caller has the larger files that it sent.
+MAX_SNAPSHOT_BYTES = 4 * 2**20
+_LONGEST_PX, _QUALITY = 1280, 85
 _HEADER = re.compile(rb"P6\n([1-9][0-9]{0,6}) ([1-9][0-9]{0,6})\n255\n")
 
 
@@ -30,9 +36,18 @@ def picture_of(width: int, height: int, read: Callable[[], bytes]) -> bytes:
     return ppm_header(width, height) + rgb
 
 
-def pixels_of(picture: bytes | bytearray) -> tuple[int, int, memoryview] | None:
-    """Width, height and pixels of a file that begins with `ppm_header`; None for any other picture."""
-    if (header := _HEADER.match(picture)) is None:
-        return None
-    width, height, rgb = int(header[1]), int(header[2]), memoryview(picture)[header.end() :]
-    return (width, height, rgb) if len(rgb) == 3 * width * height <= 3 * MAX_RAW_PIXELS else None
+def snapshot_of(picture: bytes | bytearray) -> bytes:
+    """A picture file: of pixels a JPEG, scaled to at most 1280 pixels on the longer side; else the file as it came.
+
+    Empty for a file of more than MAX_SNAPSHOT_BYTES.
+    """
+    header = _HEADER.match(picture)
+    width, height = (int(header[1]), int(header[2])) if header else (0, 0)
+    rgb = memoryview(picture)[header.end() if header else 0 :]
+    if not 0 < 3 * width * height == len(rgb) <= 3 * MAX_RAW_PIXELS:
+        return bytes(picture) if len(picture) <= MAX_SNAPSHOT_BYTES else b""
+    image = Image.frombytes("RGB", (width, height), rgb)
+    image.thumbnail((_LONGEST_PX, _LONGEST_PX))
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=_QUALITY)
+    return file.getvalue()

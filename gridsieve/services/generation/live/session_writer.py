@@ -1,4 +1,4 @@
-"""The conversation of a live session: slices and questions become segments of its `Session`, one after the other.
+"""Writes a live session: slices and questions become segments of its `Session`, one after the other.
 
     a slice      plan and pruned tokens from upstream ─▶ make room ─▶ compute its rows
     a question   plan from preprocessing ─▶ compute its rows and the answer
@@ -10,16 +10,18 @@ It owns the session while that has no request.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from gridsieve.common.contract.errors import InvalidRequest, MediaRejected, Overloaded, PromptTooLong, Unavailable
 from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import Pruning
 from gridsieve.common.contract.wire import pruning_message
 from gridsieve.services.generation.answers.events import Inbox
 from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.live import prompts
 from gridsieve.services.generation.live.ask import Ask
-from gridsieve.services.generation.live.frames import Slice
+from gridsieve.services.generation.live.frames import FramePair
 from gridsieve.services.generation.live.options import NOTHING_PRUNED, Options
 from gridsieve.services.generation.live.responses import LiveResponses
 from gridsieve.services.generation.live.segments import Segments, SessionFull
@@ -28,20 +30,19 @@ from gridsieve.services.generation.live.window import Answered, Numbered, Window
 from gridsieve.services.generation.request import live_cuts
 from gridsieve.services.generation.request.encoded_media import MediaItem
 from gridsieve.services.generation.request.live_cuts import SliceSegment
-from gridsieve.services.generation.request.request import Adapter
 from gridsieve.services.generation.request.session import Segment, Session
 from gridsieve.services.generation.served_model import ServedModel
 from gridsieve.services.generation.stage_clock import Stage, StageClock
-from gridsieve.services.generation.upstream.media import MediaClient
+from gridsieve.services.generation.upstream.media import MediaClient, MediaSession
 
 
 class _Resized(SessionFull):
     """Frames have another size than those before them."""
 
 
-class Conversation:
+class SessionWriter:
     """responses: says what happens. inbox: of the running event loop. options: makes the arguments of an upstream call
-    that begins now: what time is left, and metadata.
+    that begins now: what time is left, and metadata. window: what it begins again with.
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class Conversation:
     ) -> None:
         self._wanted, self._session, self._responses = wanted, session, responses
         self._media, self._model, self._options = media, model, options
-        self._segments = Segments(session, wanted.live, wanted.adapter, responses, engine, model, inbox)
+        self._segments = Segments(wanted, session, responses, engine, model, inbox)
         self._turn = Turn(session)
-        self._window = Window(session, wanted.window_s, wanted.live.recurrent)
+        self.window = Window(session, wanted.window_s, wanted.live.recurrent)
 
-    async def add(self, piece: Slice | Ask) -> float:
+    async def write(self, work: FramePair | Ask) -> float:
         """Adds a slice, or answers a question. Returns the share of the slice's tokens that changed.
 
         The session begins again before it if it does not fit: with the segments of the window; and if it is too far
@@ -70,32 +71,28 @@ class Conversation:
         Raises SegmentFailed: it cannot.
         """
         try:
-            return await self._add(piece)
+            return await self._write(work)
         except _Resized:
             staying: Sequence[Numbered] = ()
         except SessionFull:
-            staying = self._window.staying(piece if isinstance(piece, Slice) else None)
+            staying = self.window.staying(work if isinstance(work, FramePair) else None)
         try:
             await self._begin_again(staying)
-            return await self._add(piece)
+            return await self._write(work)
         except SessionFull:
             await self._begin_again(())
-            return await self._add(piece)
-
-    def keep_less(self) -> bool:
-        """Forgets the oldest slice of those to begin again with. Returns whether there was one."""
-        return self._window.keep_less()
+            return await self._write(work)
 
     def give_up_pictures(self) -> None:
         """Forgets all pictures. Only while nothing is added. Without a reference the next slice is taken whole."""
-        while self.keep_less():
+        while self.window.keep_less():
             pass
         self._turn.give_up_pictures()
 
-    async def _add(self, piece: Slice | Ask) -> float:
-        if isinstance(piece, Slice):
-            return await self._take_slice(piece)
-        await self._answer(piece)
+    async def _write(self, work: FramePair | Ask) -> float:
+        if isinstance(work, FramePair):
+            return await self._take_slice(work)
+        await self._answer(work)
         return 0.0
 
     # --- beginning again ---------------------------------------------------------------------------------------
@@ -108,14 +105,15 @@ class Conversation:
         await self._responses.put_evicted(held - len(rows), session.held - sum(rows.values()))
         session.forget()
         self._turn.begin_again()
-        self._window.clear()
+        self.window.clear()
         await self._responses.put_restarted(len(repeated))
         lost, stayed = set[int](), set[int]()  # several slices of text alone may be of one segment
-        for number, piece in repeated:
+        for number, shown in repeated:
             try:
-                await (
-                    self._take_slice(piece, again=True) if isinstance(piece, Slice) else self._repeat_question(piece)
-                )
+                if isinstance(shown, FramePair):
+                    await self._take_slice(shown, again=True)
+                else:
+                    await self._repeat_question(shown)
             except SessionFull:
                 raise
             except InvalidRequest:
@@ -129,42 +127,38 @@ class Conversation:
 
     # --- slices ------------------------------------------------------------------------------------------------
 
-    async def _take_slice(self, piece: Slice, again: bool = False) -> float:
+    async def _take_slice(self, pair: FramePair, again: bool = False) -> float:
         """Adds a slice. Returns the share of its tokens that changed. again: it was added before, and is not told."""
         try:
-            return await self._encode_slice(piece, again)
+            return await self._encode_slice(pair, again)
         except MediaRejected as error:
             # A video has frames of one size: the limit of a picture's is the size of those before it.
             if not self._turn.seen or error.limit is None or ".pictures[" not in (error.field or ""):
                 raise
-        alone, pictures = prompts.turn_slice(self._before(), piece, self._wanted.max_pixels)
-        pruning = pruning_message(NOTHING_PRUNED)
-        chosen: dict[str, Any] = {"files": pictures, "replica": self._session.id, **self._options()}
-        async with self._media.open(alone, pruning, StageClock(), self._of_media, **chosen) as upstream:
+        alone = prompts.turn_slice(self._before(), pair, self._wanted.max_pixels)
+        async with self._open(alone, NOTHING_PRUNED) as upstream:
             raise self._resized(upstream.plan.media[-1].grid)
 
-    async def _encode_slice(self, piece: Slice, again: bool) -> float:
-        base = self._turn.base_of(piece)
+    async def _encode_slice(self, pair: FramePair, again: bool) -> float:
+        base = self._turn.base_of(pair)
         shown, cut = base.shown, base.cut
-        if shown and cut and base.keeps_nothing_of(piece):
-            await self._stand_still(shown, cut, piece, again)
+        if shown and cut and base.keeps_nothing_of(pair):
+            await self._stand_still(shown, cut, pair, again)
             return 0.0
         wanted = NOTHING_PRUNED if base.is_gone else self._wanted.pruning
         if shown is None:
-            prompt, pictures = prompts.turn_slice(self._before(), piece, self._wanted.max_pixels)
+            prompt = prompts.turn_slice(self._before(), pair, self._wanted.max_pixels)
         else:
-            prompt, pictures = prompts.next_slice(shown, piece, self._wanted.max_pixels, alone=bool(base.reference))
-        # Slices meet the replica that has the ones before them in its caches.
-        chosen: dict[str, Any] = {"files": pictures, "replica": self._session.id, **self._options()}
+            prompt = prompts.next_slice(shown, pair, self._wanted.max_pixels, alone=bool(base.reference))
+        chosen: dict[str, Any] = {}
         if shown and wanted.threshold is not None:
             # The slice before is there for its place alone, or, if it is whole, to be compared with.
-            chosen |= {"first_slice": 1, "reference": base.reference}
-        clock = StageClock()
-        async with self._media.open(prompt, pruning_message(wanted), clock, self._of_media, **chosen) as upstream:
+            chosen = {"first_slice": 1, "reference": base.reference}
+        async with self._open(prompt, wanted, **chosen) as upstream:
             grid = upstream.plan.media[-1].grid
             if cut and (grid.h, grid.w) != (cut.grid.h, cut.grid.w):
                 raise self._resized(grid)
-            async for received in upstream.receive((0,), clock):
+            async for received in upstream.receive((0,)):
                 if isinstance(received, MediaItem) and received.complete:
                     item = received
             if cut:
@@ -173,41 +167,49 @@ class Conversation:
                 cut = live_cuts.turn_slice(upstream.plan, item, self._session, self._model.defaults.eos_ids)
         # Not before the call upstream has ended: to tell of the slice waits for a caller that reads nothing.
         whole = base.is_gone or shown is None
-        await self._append_slice(piece, cut, whole, again)
+        await self._append_slice(pair, cut, whole, again)
         return 0.0 if whole else cut.kept.size / cut.grid.tokens
 
-    async def _stand_still(self, shown: Slice, cut: SliceSegment, piece: Slice, again: bool) -> None:
+    def _open(
+        self, announcing: prompts.Announcing, pruning: Pruning, **chosen: Any
+    ) -> AbstractAsyncContextManager[MediaSession]:
+        """Slices meet the replica that has the ones before them in its caches."""
+        prompt, pictures = announcing
+        told: dict[str, Any] = {"files": pictures, "replica": self._session.id, **self._options(), **chosen}
+        return self._media.open(prompt, pruning_message(pruning), StageClock(), self._wanted.adapter, **told)
+
+    async def _stand_still(self, shown: FramePair, cut: SliceSegment, pair: FramePair, again: bool) -> None:
         """Adds a slice that shows the same files as the last one, after which these keep nothing."""
         if cut.segment.ids.size:
-            plan = await self._media.plan(prompts.still_slice(shown, piece, cut.grid), **self._options())
+            plan = await self._media.plan(prompts.still_slice(shown, pair, cut.grid), **self._options())
             cut = live_cuts.next_slice(plan, None, self._session, cut)
-            await self._append_slice(piece, cut, whole=False, again=again)
+            await self._append_slice(pair, cut, whole=False, again=again)
             return
-        self._turn.stand_still(piece)
-        await self._evict(0, self._window.oldest_beside(piece))
+        self._turn.stand_still(pair)
+        await self._evict(0, self.window.oldest_beside(pair))
         if not again:
-            await self._responses.put_slice(piece, cut.grid, cut.kept)
+            await self._responses.put_slice(pair, cut.grid, cut.kept)
 
-    async def _append_slice(self, piece: Slice, cut: SliceSegment, whole: bool, again: bool) -> None:
+    async def _append_slice(self, pair: FramePair, cut: SliceSegment, whole: bool, again: bool) -> None:
         session, turn, segment = self._session, self._turn, cut.segment
         if not session.held:
-            self._window.opening = segment.ids.size - cut.kept.size
-        self._window.check_fits(cut.grid.tokens)
-        await self._evict(segment.ids.size, self._window.oldest_beside(piece))
+            self.window.opening = segment.ids.size - cut.kept.size
+        self.window.check_fits(cut.grid.tokens)
+        await self._evict(segment.ids.size, self.window.oldest_beside(pair))
         number = session.count
         if segment.ids.size:
             if segment.runs or self._wanted.live.recurrent or len(turn.texts) == MAX_TEXTS:
                 await self._compute(segment)
             else:
                 turn.texts.append(segment)
-            self._window.add(number, piece)
-        turn.add(piece, cut, number, whole)
+            self.window.remember(number, pair)
+        turn.append(pair, cut, number, whole)
         if not again:
-            await self._responses.put_slice(piece, cut.grid, cut.kept)
+            await self._responses.put_slice(pair, cut.grid, cut.kept)
 
     def _resized(self, grid: Grid) -> _Resized:
         """What to raise before a slice of another grid. Raises PromptTooLong if it could never be added."""
-        self._window.check_fits(grid.slice_tokens)
+        self.window.check_fits(grid.slice_tokens)
         return _Resized("the session's frames have another size")
 
     # --- questions ---------------------------------------------------------------------------------------------
@@ -241,7 +243,7 @@ class Conversation:
         answer = await self._segments.answer(ask, segment.after(self._turn.texts), params, clock)
         if session.count > number:
             self._turn.begin()
-            self._window.add(number, Answered(ask.texts, answer.text))
+            self.window.remember(number, Answered(ask.texts, answer.text))
         await self._responses.finish(ask.id, answer)
 
     async def _repeat_question(self, told: Answered) -> None:
@@ -251,7 +253,7 @@ class Conversation:
         self._turn.settle(plan)
         segment = live_cuts.told(plan, self._session, self._model.defaults.eos_ids)
         await self._evict(max(0, segment.ids.size - self._session.answer_tokens))
-        self._window.add(self._session.count, told)
+        self.window.remember(self._session.count, told)
         await self._compute(segment)
         self._turn.begin()
 
@@ -283,11 +285,6 @@ class Conversation:
     def _before(self) -> prompts.Before:
         """The conversation before a turn; None: one that ends with an answer."""
         return None if self._session.held else self._wanted.messages
-
-    @property
-    def _of_media(self) -> Adapter | None:
-        adapter = self._wanted.adapter
-        return adapter if adapter and adapter.in_tower else None
 
 
 def check_upstream(error: Unavailable | Overloaded) -> None:
