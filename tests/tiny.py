@@ -70,7 +70,7 @@ class WholeWords:
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self._stop = stop
 
-    def add(self, token_ids: Sequence[int]) -> tuple[str, bool]:
+    def decode(self, token_ids: Sequence[int]) -> tuple[str, bool]:
         (token_id,) = token_ids
         return ("", True) if str(token_id) in self._stop else (f"{token_id} ", False)
 

@@ -308,7 +308,7 @@ def test_an_engine_that_fails_ends_its_thread_and_all_requests(
     opening = list[Future[None]]()  # a session, while the step fails
 
     def fail(*_: object) -> None:
-        opening.append(tiny.engine.open(Session("live", 16, 16, BLOCK_TOKENS)))
+        opening.append(tiny.engine.open(Session("live", 16, 16, BLOCK_TOKENS).lease))
         tiny.deliver(waits, 0, VIDEO, KEPT)
         tiny.engine.cancel(queued.request)
         raise torch.AcceleratorError("illegal memory access")

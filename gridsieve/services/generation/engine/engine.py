@@ -32,13 +32,13 @@ from gridsieve.services.generation.engine.speculation import HeadDrafts
 from gridsieve.services.generation.engine.stats import EngineStats, Step
 from gridsieve.services.generation.engine.stepper import Stepper
 from gridsieve.services.generation.memory.blocks import BlockAllocator
+from gridsieve.services.generation.memory.lease import Lease
 from gridsieve.services.generation.memory.memory import Memory
 from gridsieve.services.generation.memory.state_slots import StateSlots
 from gridsieve.services.generation.model.runner import OutOfStep, Runner
 from gridsieve.services.generation.request.encoded_media import MediaItem
 from gridsieve.services.generation.request.encoded_media_cache import EncodedMediaCache
 from gridsieve.services.generation.request.request import Request, Status
-from gridsieve.services.generation.request.session import Session
 
 log = structlog.get_logger()
 
@@ -55,7 +55,7 @@ class Engine:
     overlap: whether a forward is launched before the step before it is read; for devices that compute beside the host.
     states: slots of recurrent states, at least 2 · max_num_seqs; None for models without any.
     payoff: decides which requests the head drafts for; None: for all.
-    live_blocks: the most that live sessions may own; other requests never count on them.
+    live_blocks: the most that leases may have; other requests never count on them.
     on_step: called in the engine's thread after each step.
     on_end: called in the engine's thread if it ends without `stop`.
     """
@@ -77,13 +77,12 @@ class Engine:
     ) -> None:
         self._model = runner.model
         drafts = HeadDrafts(payoff) if runner.drafter else None
-        memory = Memory(allocator, max_num_seqs, states, live_blocks)
-        self._scheduler = Scheduler(memory, max_num_batched_tokens, max_num_seqs, max_draft_tokens, drafts)
-        self._capacity_tokens = memory.shared_blocks * memory.block_tokens
+        self._memory = Memory(allocator, max_num_seqs, states, live_blocks)
+        self._scheduler = Scheduler(self._memory, max_num_batched_tokens, max_num_seqs, max_draft_tokens, drafts)
         self._max_requests = max_num_seqs + max_waiting
         self._encoded_media = EncodedMediaCache(max_last_rows=allocator.block_tokens - 1)
         self._commands: SimpleQueue[tuple[Request | None, Callable[[], None]]] = SimpleQueue()
-        self._opening: dict[Session, Future[None]] = {}
+        self._opening: dict[Lease, Future[None]] = {}
         self._arrivals = count()
         self._stopping = False
         self._on_end = on_end
@@ -125,15 +124,16 @@ class Engine:
         """Queues a request and its siblings. Afterwards `request.wanted_media` lists the items to deliver.
 
         Raises PromptTooLong if it can never fit, InvalidRequest if it has too many siblings to ever be accepted,
-        Overloaded if the queue is full, and Unavailable if the engine has ended. The request of a live session that is
-        open and has no other is always accepted.
+        Overloaded if the queue is full, and Unavailable if the engine has ended. The queue has room for requests that
+        borrow an open lease.
         """
-        if not request.session and request.max_tokens > self._capacity_tokens:
+        capacity = self._memory.capacity_tokens(request)
+        if request.max_tokens > capacity:
             raise PromptTooLong(
                 f"a prompt of {request.prompt.tokens} tokens and an answer of {request.sampling.max_new_tokens} need "
-                f"room for {request.max_tokens} tokens, the cache holds {self._capacity_tokens}",
+                f"room for {request.max_tokens} tokens, the cache holds {capacity}",
                 value=request.max_tokens,
-                limit=self._capacity_tokens,
+                limit=capacity,
             )
         with self._lock:
             if self._stopping:
@@ -143,16 +143,17 @@ class Engine:
                 which = "the number of answers that may run and wait (--max-num-seqs, --max-waiting-requests)"
                 limit = f"at most {self._max_requests}, {which}"
                 raise InvalidRequest(field="sampling.n", limit=limit, value=len(answers))
-            in_flight = sum(1 for each in self._scheduler.requests() if not each.session)
-            if not request.session and in_flight + len(answers) > self._max_requests:
+            in_flight = sum(each.holding.grows for each in self._scheduler.requests())
+            added = sum(each.holding.grows for each in answers)
+            if in_flight + added > self._max_requests:
                 raise Overloaded(
-                    f"{in_flight} answers are running or waiting, {len(answers)} more would exceed the limit of "
+                    f"{in_flight} answers are running or waiting, {added} more would exceed the limit of "
                     f"{self._max_requests}"
                 )
             for each in answers:
                 each.arrival = next(self._arrivals)
             known = map(self._encoded_media.lookup, request.media_keys)
-            self._scheduler.add(request, [encoded for encoded in takewhile(bool, known) if encoded])
+            self._scheduler.enqueue(request, [encoded for encoded in takewhile(bool, known) if encoded])
         self._wake()
 
     def deliver(self, request: Request, item: MediaItem) -> None:
@@ -166,24 +167,28 @@ class Engine:
         """Frees the request's blocks before the next step. It gets no events after that."""
         self._commands.put((request, lambda: self._stepper.forget(request)))
 
-    def open(self, session: Session) -> Future[None]:
-        """Gives a live session its blocks, once running requests leave enough. `close` ends waiting for them, too.
+    def open(self, lease: Lease) -> Future[None]:
+        """Gives a lease its blocks, once running requests leave enough. `close` ends waiting for them, too.
 
-        The result raises Overloaded if sessions may not have so many more, and Unavailable.
+        Raises Overloaded if leases may not have so many more, and Unavailable; so does the result.
         """
         opened: Future[None] = Future()
         opened.set_running_or_notify_cancel()
-        queued = self._between_steps(lambda: self._open(session, opened))
-        queued.add_done_callback(lambda done: opened.set_exception(done.exception()) if done.exception() else None)
+        with self._lock:
+            if self._stopping:
+                raise _ended()
+            self._scheduler.open(lease)
+            self._opening[lease] = opened
+        self._wake()
         return opened
 
-    def interrupt(self, session: Session) -> Future[None]:
-        """Ends the request of a live session, if it has one, without an event. Afterwards the session rests."""
-        return self._between_steps(lambda: self._interrupt(session))
+    def interrupt(self, request: Request) -> Future[None]:
+        """Cancels a request, and tells when that is done; the result raises Unavailable."""
+        return self._between_steps(lambda: self._stepper.forget(request))
 
-    def close(self, session: Session) -> None:
-        """Frees the blocks of a live session before the next step. Its request gets no events after that."""
-        self._between_steps(lambda: self._close(session))
+    def close(self, lease: Lease) -> None:
+        """Frees the blocks of a lease before the next step. Its request has ended or was cancelled."""
+        self._between_steps(lambda: self._close(lease))
 
     def stats(self) -> EngineStats:
         """The current state. May wait for scheduling, never for the model. Not for the engine's own thread."""
@@ -196,8 +201,8 @@ class Engine:
         """Runs queued commands, launches a step and reads one. Returns False if there was nothing to do."""
         self._run_commands()
         with self._lock:
-            for session in self._scheduler.opened():
-                self._opening.pop(session).set_result(None)
+            for lease in self._scheduler.opened():
+                self._opening.pop(lease).set_result(None)
         return self._stepper.step()
 
     def check_integrity(self) -> None:
@@ -271,22 +276,13 @@ class Engine:
                 self._commands.put((None, run))
         return done
 
-    def _open(self, session: Session, opened: Future[None]) -> None:
-        self._scheduler.open(session)
-        self._opening[session] = opened
-
     def _fail_opening(self) -> None:
         while self._opening:
             self._opening.popitem()[1].set_exception(_ended())
 
-    def _interrupt(self, session: Session) -> None:
-        if request := self._scheduler.request_of(session):
-            self._stepper.forget(request)
-
-    def _close(self, session: Session) -> None:
-        self._interrupt(session)
-        self._opening.pop(session, None)
-        self._scheduler.close(session)
+    def _close(self, lease: Lease) -> None:
+        self._opening.pop(lease, None)
+        self._scheduler.close(lease)
 
     def _deliver(self, request: Request, item: MediaItem) -> None:
         if request.status is not Status.AWAITING_MEDIA:  # finished, failed or cancelled meanwhile
@@ -301,7 +297,7 @@ class Engine:
         expected = (1 + prompt.plan.embed_levels, count, self._model.hidden_size)
         if embeds.shape != expected:
             raise PeerContract(f"embeds of item {index} are {list(embeds.shape)}, not {list(expected)}")
-        request.add_media(item, self._encoded_media.add(request.media_keys[index], item))
+        request.add_media(item, self._encoded_media.store(request.media_keys[index], item))
         self._scheduler.media_arrived(request)
 
 

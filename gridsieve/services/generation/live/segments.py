@@ -54,13 +54,17 @@ class Segments:
         Raises SessionFull beyond the model's positions, and SegmentFailed.
         """
         events = Events(self._inbox, 1)
-        self._engine.submit(self._request(segment, SamplingParams(1), None, events.listener(0)))
-        while True:
-            for _, _, event in await events.next():
-                if isinstance(event, Failed):
-                    raise SegmentFailed(event.error)
-                if isinstance(event, Finished):
-                    return
+        request = self._request(segment, SamplingParams(1), None, events.listener(0))
+        self._engine.submit(request)
+        try:
+            while True:
+                for _, _, event in await events.next():
+                    if isinstance(event, Failed):
+                        raise SegmentFailed(event.error)
+                    if isinstance(event, Finished):
+                        return
+        finally:
+            self._engine.cancel(request)
 
     async def answer(self, ask: Ask, segment: Segment, params: SamplingParams, clock: StageClock) -> Answer:
         """Computes the segment of a question, and its answer until that ends or is cancelled. Raises as `compute`."""
@@ -74,8 +78,10 @@ class Segments:
             text, ended = await self._say(ask, Answers(question, 1, clock, model.tokenizer, {}), events)
         except GridsieveError as error:
             raise SegmentFailed(error) from error
+        finally:
+            self._engine.cancel(question)
         if ended is None:
-            await asyncio.wrap_future(self._engine.interrupt(self._session))
+            await asyncio.wrap_future(self._engine.interrupt(question))
         return Answer(text, ended, tokens, held, len(question.output_ids), clock)
 
     async def _say(self, ask: Ask, answers: Answers, events: Events) -> tuple[str, Ended | None]:
@@ -118,6 +124,7 @@ class Segments:
         prompt = session.begin(segment, self._model.input.embed_levels)
         keys = (b"",) * len(prompt.plan.media)  # one item at most: all media rows of the segment
         number = f"{session.id}/{session.count}"
-        request = Request(number, prompt, keys, params, detokenizer, on_event, self._adapter, session=session)
+        holding = session.borrowed()
+        request = Request(number, prompt, keys, params, detokenizer, on_event, self._adapter, holding=holding)
         request.embeds = [segment.embeds] * len(keys)
         return request

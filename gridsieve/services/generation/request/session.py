@@ -31,7 +31,7 @@ from gridsieve.common.contract.plan import (
     PromptPlan,
     Run,
 )
-from gridsieve.services.generation.memory.lease import Lease
+from gridsieve.services.generation.memory.lease import Borrowed, Lease
 from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
 
 
@@ -98,11 +98,6 @@ class Session:
     def held(self) -> int:
         return self.ids.size
 
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks it needs."""
-        return self.lease.num_blocks
-
     def evict(self, rows: int = 0, before: int = 0) -> int:
         """Evicts the segments below number `before`, and older ones until `rows` more fit into the window.
 
@@ -149,7 +144,11 @@ class Session:
         self._computing = segment, prompt
         return prompt
 
-    def end(self, computed: int, output_ids: Sequence[int]) -> bool:
+    def borrowed(self) -> Borrowed:
+        """What the request of the segment holds."""
+        return Borrowed(self.lease, self.held, self._end)
+
+    def _end(self, computed: int, output_ids: Sequence[int]) -> bool:
         """Takes what stays of the segment whose request has ended, after so many computed tokens.
 
         Nothing stays if it was not computed as a whole. Returns whether anything stays.

@@ -95,7 +95,7 @@ class SampledToken:
 class SamplingState:
     """The state of one answer's sampling: random numbers, tokens that its rules depend on, place in its document.
 
-    Only `add` changes what is sampled next.
+    Only `accept_token` changes what is sampled next.
     """
 
     def __init__(self, params: SamplingParams, prompt_ids: Int32Array) -> None:
@@ -130,17 +130,17 @@ class SamplingState:
         other.document = self.document and self.document.copy()
         return other
 
-    def add(self, token_id: int) -> None:
-        """Counts a token of the answer."""
+    def accept_token(self, token_id: int) -> None:
+        """Takes a token of the answer."""
         self._num_tokens += 1
         if self._free:
             return
         if self.penalties:
-            self.penalties.add(token_id)
+            self.penalties.count(token_id)
         if self.banned:
-            self.banned.add(token_id)
+            self.banned.accept_token(token_id)
         if self.document:
-            self.document.add(token_id)
+            self.document.accept_token(token_id)
 
     def draw(self) -> float:
         """The number of the answer's generator for its next token, uniform in [0, 1)."""
@@ -196,7 +196,7 @@ def sample_and_verify(
     for index, state in enumerate(states):
         if index not in errors:
             for token in sampled[index]:
-                state.add(token.token_id)
+                state.accept_token(token.token_id)
     return [errors.get(index, tokens) for index, tokens in enumerate(sampled)]
 
 
@@ -232,7 +232,7 @@ class SampledBatch:
         sampled = list(map(SampledToken, token_ids))
         for row, state in self.states.items():
             try:
-                state.add(token_ids[row])
+                state.accept_token(token_ids[row])
             except Exception as error:
                 self.errors[row] = error
         if logprobs:

@@ -217,7 +217,7 @@ class DocumentState:
         """How many of these tokens, one after another, it allows."""
         return int(self.matcher.validate_tokens(list(token_ids)))
 
-    def add(self, token_id: int) -> None:
+    def accept_token(self, token_id: int) -> None:
         """Takes a token that is allowed. Raises ValueError for any other."""
         if not self.matcher.consume_token(token_id):
             raise ValueError(f"the grammar does not allow token {token_id}: {self.matcher.get_error()}")
