@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
@@ -143,6 +144,8 @@ class Asked:
 
 @dataclass
 class TinyEngine:
+    """totals: the sums over all steps, by the names of `Step`."""
+
     model: LanguageModel
     blocks: int = 64
     max_num_batched_tokens: int = 64
@@ -158,6 +161,7 @@ class TinyEngine:
     live_blocks: int = 0
     runner: RecordingRunner = field(init=False)
     engine: Engine = field(init=False)
+    totals: Counter[str] = field(init=False, default_factory=Counter)
 
     def __post_init__(self) -> None:
         slots = 2 * self.max_num_seqs + self.snapshots if self.model.states else 0
@@ -170,13 +174,17 @@ class TinyEngine:
             self.max_num_seqs,
             self.max_waiting,
             self.max_draft_tokens,
-            self.on_step,
+            self._count,
             self.on_end,
             self.overlap,
             StateSlots(slots, RESERVED) if slots else None,
             self.payoff,
             self.live_blocks,
         )
+
+    def _count(self, step: Step) -> None:
+        self.totals.update(asdict(step))
+        self.on_step(step)
 
     def ask(
         self,

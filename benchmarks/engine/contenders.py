@@ -20,6 +20,7 @@ from benchmarks.timing import Timed
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.process import keep_freed_memory
 from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.engine.stats import Step
 from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.memory.blocks import BlockAllocator
 from gridsieve.services.generation.model.runner import Runner
@@ -41,7 +42,10 @@ class EngineContender:
         keep_freed_memory()
         self.runner = Runner(load_language_model(Checkpoint(folder), dtype, CPU), BLOCKS, BLOCK_TOKENS)
         allocator = BlockAllocator(BLOCKS, BLOCK_TOKENS)
-        self.engine = Engine(self.runner, allocator, CHUNK_TOKENS, MAX_RUNNING, MAX_WAITING)
+        self.steps: list[Step] = []
+        self.engine = Engine(
+            self.runner, allocator, CHUNK_TOKENS, MAX_RUNNING, MAX_WAITING, on_step=self.steps.append
+        )
         self._dtype = dtype
         self._tokenizer = load_tokenizer(folder)
 

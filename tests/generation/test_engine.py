@@ -101,7 +101,7 @@ def test_preemption_and_neighbours_change_neither_a_seeded_answer_nor_its_one_an
     tiny = TinyEngine(models.engine, blocks=6, max_num_batched_tokens=3)
     every = [tiny.ask(name, PROMPT, params) for name in "abc"]
     tiny.drain()
-    assert tiny.engine.stats().totals.preemptions > 0
+    assert tiny.totals["preemptions"] > 0
     for asked in every:
         assert asked.answer == expected.answer
         assert [event for event in asked.events if isinstance(event, PrefillStarted)] == [PrefillStarted()]
@@ -249,7 +249,7 @@ def test_the_thread_sleeps_while_nothing_can_run(models: Models) -> None:
     tiny = TinyEngine(models.engine)
     tiny.engine.start()
     waits = tiny.ask("waits", ABOUT_VIDEO, SamplingParams(1))
-    until(lambda: tiny.engine.stats().totals.tokens == 4)
+    until(lambda: tiny.totals["prompt_tokens"] == 4)
     assert tiny.engine._thread.ident is not None
     spent = time.pthread_getcpuclockid(tiny.engine._thread.ident)
     before = time.clock_gettime(spent)

@@ -213,7 +213,7 @@ def obey_the_law(models: Models, data: st.DataObject) -> None:
     for each in data.draw(st.lists(added(), min_size=6, max_size=11)):
         watched.add(each, data.draw(others))
     engine.drain()
-    event(f"evicted: {watched.gone > 0}, preempted: {engine.engine.stats().totals.preemptions > 0}")
+    event(f"evicted: {watched.gone > 0}, preempted: {engine.totals['preemptions'] > 0}")
     watched.check()
     watched.close()
 

@@ -193,7 +193,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """The current state. May wait for scheduling, never for the model. Not for the engine's own thread."""
         with self._lock:
-            return EngineStats.of(self._scheduler, self._stepper.totals)
+            return EngineStats.of(self._scheduler)
 
     # --- in the engine's thread --------------------------------------------------------------------------------
 
