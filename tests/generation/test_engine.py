@@ -159,10 +159,11 @@ def test_a_cancelled_request_frees_its_blocks_at_the_next_step_and_gets_no_more_
 
 def test_media_that_contradict_the_plan_fail_only_their_request(tiny: TinyEngine) -> None:
     asked, neighbour = tiny.ask("a", ABOUT_VIDEO, SamplingParams(2)), tiny.ask("b", PROMPT, SamplingParams(2))
-    tiny.engine.deliver(asked.request, MediaItem(0, np.array(KEPT, np.int32), torch.zeros(1, 5, 64), 0, bytes(32)))
+    fewer = np.array(KEPT[:5], np.int32)
+    tiny.engine.deliver(asked.request, MediaItem(0, fewer, torch.zeros(1, 5, 64), 0, bytes(32)))
     tiny.drain()
     assert asked.failed
-    with pytest.raises(PeerContract, match=r"are \[1, 5, 64\], not \[1, 6, 64\]"):
+    with pytest.raises(PeerContract, match="kept"):
         raise asked.failed.error
     assert neighbour.finished
 

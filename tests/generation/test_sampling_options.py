@@ -99,7 +99,7 @@ def test_a_value_that_is_not_supported_is_a_startup_error(tmp_path: Path, field:
 
 def test_the_vocabulary_is_that_of_the_language_model(tmp_path: Path) -> None:
     assert sampling_defaults(checkpoint_of(tmp_path, {}, {"text_config": {"vocab_size": 9}})).vocab_size == 9
-    with pytest.raises(StartupError, match="vocab_size must be at least 1, got None"):
+    with pytest.raises(StartupError, match="config.json lacks vocab_size"):
         sampling_defaults(checkpoint_of(tmp_path, {}, {"vocab_size": None}))
 
 

@@ -22,7 +22,6 @@ from gridsieve.common.contract.errors import (
     GridsieveError,
     InvalidRequest,
     Overloaded,
-    PeerContract,
     PromptTooLong,
     Unavailable,
 )
@@ -159,7 +158,7 @@ class Engine:
     def deliver(self, request: Request, item: MediaItem) -> None:
         """Delivers a media item, or what has arrived of it so far, the parts delivered before included.
 
-        An item that contradicts the plan fails the request with PeerContract.
+        item: one of `wanted_media`. If it keeps other tokens than the plan says, the request fails with PeerContract.
         """
         self._commands.put((request, lambda: self._deliver(request, item)))
 
@@ -285,20 +284,9 @@ class Engine:
         self._scheduler.close(lease)
 
     def _deliver(self, request: Request, item: MediaItem) -> None:
-        if request.status is not Status.AWAITING_MEDIA:  # finished, failed or cancelled meanwhile
-            return
-        index, embeds = item.media_index, item.embeds
-        if index not in request.wanted_media:
-            raise PeerContract(f"media item {index} does not exist or was delivered twice")
-        prompt = request.prompt
-        count = prompt.num_kept[index]
-        if item.complete:
-            count = prompt.plan.media[index].grid.tokens if item.kept is None else item.kept.size
-        expected = (1 + prompt.plan.embed_levels, count, self._model.hidden_size)
-        if embeds.shape != expected:
-            raise PeerContract(f"embeds of item {index} are {list(embeds.shape)}, not {list(expected)}")
-        request.add_media(item, self._encoded_media.store(request.media_keys[index], item))
-        self._scheduler.media_arrived(request)
+        if request.status is Status.AWAITING_MEDIA:  # else it finished, failed or was cancelled meanwhile
+            request.add_media(item, self._encoded_media.store(request.media_keys[item.media_index], item))
+            self._scheduler.media_arrived(request)
 
 
 def _ended() -> Unavailable:

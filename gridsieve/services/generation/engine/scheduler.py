@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from operator import attrgetter
 
 from gridsieve.services.generation.engine.snapshots import snapshot_places
@@ -140,10 +141,7 @@ class Scheduler:
         request.move_to(Status.DONE)
 
     def requests(self) -> Iterator[Request]:
-        yield from self.running
-        yield from self.waiting
-        yield from self.awaiting_media
-        yield from self.awaiting_sibling
+        return chain.from_iterable(self._queues.values())
 
     def check_integrity(self) -> None:
         """Asserts that no block is lost or miscounted, and that each request has the blocks it needs and no more."""

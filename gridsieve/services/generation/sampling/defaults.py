@@ -7,9 +7,7 @@ Source: transformers.GenerationConfig; HONOURED, NEUTRAL and a list in the tests
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
@@ -84,7 +82,7 @@ def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
         raise given.refusal("do_sample", "true or false")
     temperature = given.number("temperature", 1.0, lambda value: value >= 0, "at least 0")
     return SamplingDefaults(
-        vocab_size=_vocab_size(checkpoint.text_config or checkpoint.config),
+        vocab_size=(checkpoint.text_config or checkpoint.config).whole("vocab_size"),
         temperature=temperature if sampled else 0.0,
         top_p=given.number("top_p", 1.0, lambda value: 0 < value <= 1, "above 0 and at most 1"),
         top_k=given.whole("top_k", 0, least=0),
@@ -93,13 +91,6 @@ def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
         max_new_tokens=given.whole("max_new_tokens") if "max_new_tokens" in given else None,
         eos_ids=_eos_ids(given, checkpoint.config, checkpoint.text_config),
     )
-
-
-def _vocab_size(config: Mapping[str, Any]) -> int:
-    size = config.get("vocab_size")
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise StartupError(f"config.json: vocab_size must be at least 1, got {size!r}")
-    return size
 
 
 def _eos_ids(*files: Fields) -> tuple[int, ...]:

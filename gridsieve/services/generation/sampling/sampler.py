@@ -28,7 +28,7 @@ from gridsieve.services.generation.sampling.banned import Banned, Spelling
 from gridsieve.services.generation.sampling.bias import Bias, add_bias
 from gridsieve.services.generation.sampling.penalties import Penalties, penalise
 from gridsieve.services.generation.sampling.structured import DocumentState, Grammar, forbid
-from gridsieve.services.generation.sampling.truncation import floors
+from gridsieve.services.generation.sampling.truncation import column, floors
 
 # The bias that forbids a token, as OpenAI's API defines it.
 _FORBIDS = -100
@@ -274,9 +274,9 @@ def truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     # Shifting the maximum to 0 first keeps it finite at any temperature.
     best = scores.amax(dim=-1, keepdim=True)
     coldest = torch.finfo(torch.float32).tiny
-    scores = (scores - best).div_(_column([max(each.temperature, coldest) for each in params], scores))
+    scores = (scores - best).div_(column([max(each.temperature, coldest) for each in params], scores, np.float32))
     lowest = floors(scores, [each.top_k for each in params], [each.top_p for each in params])
-    min_ps = _column([math.log(each.min_p) if each.min_p else -math.inf for each in params], scores)
+    min_ps = column([math.log(each.min_p) if each.min_p else -math.inf for each in params], scores, np.float32)
     return scores.masked_fill_(scores < lowest.maximum(min_ps), -torch.inf)
 
 
@@ -307,7 +307,7 @@ def _draw(scores: Tensor, states: Sequence[SamplingState]) -> Tensor:
     odds = truncate(scores, [state.params for state in states]).exp()
     cumulative = odds.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    numbers = _column([state.draw() for state in states], scores, np.float64)
+    numbers = column([state.draw() for state in states], scores, np.float64)
     # Strictly below the total even after rounding: a token of probability 0 is never drawn.
     wanted = torch.minimum(numbers * total, torch.nextafter(total, torch.zeros_like(total)))
     chosen = torch.searchsorted(cumulative, wanted, right=True)[:, 0]
@@ -328,10 +328,6 @@ def _most_likely(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     keys = (ordered << 32) + torch.arange(size - 1, -1, -1, device=logprobs.device)
     ids = size - 1 - (keys.topk(min(count, size), dim=-1).values & 0xFFFFFFFF)
     return ids, logprobs.gather(-1, ids)
-
-
-def _column(values: Sequence[float], like: Tensor, dtype: type[np.generic] = np.float32) -> Tensor:
-    return to_device(np.array(values, dtype), like.device)[:, None]
 
 
 def _indices(rows: Sequence[int], like: Tensor) -> Tensor:
