@@ -19,7 +19,6 @@ import structlog
 import torch
 
 from gridsieve.common.contract.errors import (
-    GridsieveError,
     InvalidRequest,
     Overloaded,
     PromptTooLong,
@@ -81,7 +80,7 @@ class Engine:
         self._max_requests = max_num_seqs + max_waiting
         self._encoded_media = EncodedMediaCache(max_last_rows=allocator.block_tokens - 1)
         self._commands: SimpleQueue[tuple[Request | None, Callable[[], None]]] = SimpleQueue()
-        self._opening: dict[Lease, Future[None]] = {}
+        self._promises: dict[Lease | Request, Future[None]] = {}  # of leases to open, and requests to interrupt
         self._arrivals = count()
         self._stopping = False
         self._on_end = on_end
@@ -116,7 +115,7 @@ class Engine:
         """Fails all requests with Unavailable, and does not wait for the thread, which may hang."""
         with self._lock:
             self._stopping = True
-            self._fail_opening()
+            self._break_promises()
         self._stepper.give_up(Unavailable("the engine of generation has failed", "generation"))
 
     def submit(self, request: Request) -> None:
@@ -169,25 +168,17 @@ class Engine:
     def open(self, lease: Lease) -> Future[None]:
         """Gives a lease its blocks, once running requests leave enough. `close` ends waiting for them, too.
 
-        Raises Overloaded if leases may not have so many more, and Unavailable; so does the result.
+        Raises Unavailable; so does the result, and Overloaded if leases may not have so many more.
         """
-        opened: Future[None] = Future()
-        opened.set_running_or_notify_cancel()
-        with self._lock:
-            if self._stopping:
-                raise _ended()
-            self._scheduler.open(lease)
-            self._opening[lease] = opened
-        self._wake()
-        return opened
+        return self._promise(lease, lambda: self._scheduler.open(lease))
 
     def interrupt(self, request: Request) -> Future[None]:
-        """Cancels a request, and tells when that is done; the result raises Unavailable."""
-        return self._between_steps(lambda: self._stepper.forget(request))
+        """Cancels a request, and tells when that is done. Raises Unavailable; so does the result."""
+        return self._promise(request, lambda: self._interrupt(request))
 
     def close(self, lease: Lease) -> None:
         """Frees the blocks of a lease before the next step. Its request has ended or was cancelled."""
-        self._between_steps(lambda: self._close(lease))
+        self._commands.put((None, lambda: self._close(lease)))
 
     def stats(self) -> EngineStats:
         """The current state. May wait for scheduling, never for the model. Not for the engine's own thread."""
@@ -201,7 +192,7 @@ class Engine:
         self._run_commands()
         with self._lock:
             for lease in self._scheduler.opened():
-                self._opening.pop(lease).set_result(None)
+                self._keep_promise(lease)
         return self._stepper.step()
 
     def check_integrity(self) -> None:
@@ -218,7 +209,7 @@ class Engine:
                         self._run_command(*self._commands.get())
             self._run_commands()
             with self._lock:
-                self._fail_opening()
+                self._break_promises()
                 self._stepper.fail(self._scheduler.requests(), Unavailable("generation was stopped", "generation"))
         except OutOfStep as error:
             log.error("the engine ended: ranks are out of step", error=str(error))
@@ -229,7 +220,6 @@ class Engine:
 
     def _end(self) -> None:
         self.give_up()
-        self._run_commands()  # which give callers of `open` and `interrupt` the error, and do nothing else
         self._on_end()
 
     def _wake(self) -> None:
@@ -241,7 +231,7 @@ class Engine:
 
     def _run_command(self, request: Request | None, command: Callable[[], None]) -> None:
         with self._lock:
-            if request and self._stepper.given_up:  # it has its error, and the scheduler may be what failed
+            if self._stepper.given_up:  # all requests have their error, and the scheduler may be what failed
                 return
             try:
                 command()
@@ -250,37 +240,39 @@ class Engine:
                 if request:
                     self._stepper.fail([request], error)
 
-    def _between_steps(self, command: Callable[[], None]) -> Future[None]:
-        done: Future[None] = Future()
+    def _promise(self, what: Lease | Request, command: Callable[[], None]) -> Future[None]:
+        """Queues a command, of which an error breaks the promise. Raises Unavailable if the engine has ended."""
+        promise: Future[None] = Future()
+        promise.set_running_or_notify_cancel()
 
         def run() -> None:
-            if not done.set_running_or_notify_cancel():
-                return
-            if self._stopping:
-                done.set_exception(_ended())
-                return
             try:
                 command()
             except Exception as error:
-                if not isinstance(error, GridsieveError):
-                    log.exception("command failed")
-                done.set_exception(error)
-            else:
-                done.set_result(None)
+                if self._promises.pop(what, None):
+                    promise.set_exception(error)
 
         with self._lock:
             if self._stopping:
-                done.set_exception(_ended())
-            else:
-                self._commands.put((None, run))
-        return done
+                raise _ended()
+            self._promises[what] = promise
+            self._commands.put((None, run))
+        return promise
 
-    def _fail_opening(self) -> None:
-        while self._opening:
-            self._opening.popitem()[1].set_exception(_ended())
+    def _keep_promise(self, what: Lease | Request) -> None:
+        if promise := self._promises.pop(what, None):
+            promise.set_result(None)
+
+    def _break_promises(self) -> None:
+        while self._promises:
+            self._promises.popitem()[1].set_exception(_ended())
+
+    def _interrupt(self, request: Request) -> None:
+        self._stepper.forget(request)
+        self._keep_promise(request)
 
     def _close(self, lease: Lease) -> None:
-        self._opening.pop(lease, None)
+        self._promises.pop(lease, None)
         self._scheduler.close(lease)
 
     def _deliver(self, request: Request, item: MediaItem) -> None:
