@@ -142,6 +142,11 @@ class Asked:
         return next((event for event in self.events if isinstance(event, Failed)), None)
 
 
+class AlwaysPays(Payoff):
+    def pays(self, request: Request) -> bool:
+        return True
+
+
 @dataclass
 class TinyEngine:
     """totals: the sums over all steps, by the names of `Step`."""
@@ -178,7 +183,7 @@ class TinyEngine:
             self.on_end,
             self.overlap,
             StateSlots(slots, RESERVED) if slots else None,
-            self.payoff,
+            self.payoff or (AlwaysPays() if self.model.draft else None),
             self.live_blocks,
         )
 

@@ -7,6 +7,7 @@ from fractions import Fraction
 import numpy as np
 
 from gridsieve.services.generation.engine.scheduler import Scheduler
+from gridsieve.services.generation.engine.speculation import PromptLookup
 from gridsieve.services.generation.memory.blocks import BlockAllocator
 from gridsieve.services.generation.memory.lease import Lease
 from gridsieve.services.generation.memory.memory import Memory
@@ -28,7 +29,7 @@ class Desk:
     ) -> None:
         allocator = BlockAllocator(blocks, BLOCK_TOKENS)
         memory = Memory(allocator, max_num_seqs, live_blocks=live_blocks)
-        self.scheduler = Scheduler(memory, max_num_batched_tokens, max_num_seqs)
+        self.scheduler = Scheduler(memory, max_num_batched_tokens, max_num_seqs, 0, PromptLookup())
         self.arrivals = 0
 
     def add(self, prompt_tokens: int, new_tokens: int, *, video: bool = False) -> Request:

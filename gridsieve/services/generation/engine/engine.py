@@ -26,7 +26,7 @@ from gridsieve.common.contract.errors import (
 )
 from gridsieve.services.generation.engine.payoff import Payoff
 from gridsieve.services.generation.engine.scheduler import Scheduler
-from gridsieve.services.generation.engine.speculation import HeadDrafts
+from gridsieve.services.generation.engine.speculation import PromptLookup
 from gridsieve.services.generation.engine.stats import EngineStats, Step
 from gridsieve.services.generation.engine.stepper import Stepper
 from gridsieve.services.generation.memory.blocks import BlockAllocator
@@ -52,7 +52,7 @@ class Engine:
     max_draft_tokens: draft tokens for each running request and step, of the model's head if it has one.
     overlap: whether a forward is launched before the step before it is read; for devices that compute beside the host.
     states: slots of recurrent states, at least 2 · max_num_seqs; None for models without any.
-    payoff: decides which requests the head drafts for; None: for all.
+    payoff: of a model with a head that drafts: decides which requests it drafts for.
     live_blocks: the most that leases may have; other requests never count on them.
     on_step: called in the engine's thread after each step.
     on_end: called in the engine's thread if it ends without `stop`.
@@ -74,7 +74,7 @@ class Engine:
         live_blocks: int = 0,
     ) -> None:
         self._model = runner.model
-        drafts = HeadDrafts(payoff) if runner.drafter else None
+        drafts = payoff or PromptLookup()
         self._memory = Memory(allocator, max_num_seqs, states, live_blocks)
         self._scheduler = Scheduler(self._memory, max_num_batched_tokens, max_num_seqs, max_draft_tokens, drafts)
         self._max_requests = max_num_seqs + max_waiting

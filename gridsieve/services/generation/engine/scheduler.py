@@ -29,7 +29,7 @@ from itertools import chain
 from operator import attrgetter
 
 from gridsieve.services.generation.engine.snapshots import snapshot_places
-from gridsieve.services.generation.engine.speculation import Drafts, PromptLookup
+from gridsieve.services.generation.engine.speculation import Drafts
 from gridsieve.services.generation.memory.lease import Lease
 from gridsieve.services.generation.memory.memory import Memory
 from gridsieve.services.generation.request.batch import Chunk
@@ -43,7 +43,7 @@ class Scheduler:
     """Owns the queues of requests. Each queue is sorted by arrival, oldest first.
 
     max_num_batched_tokens: tokens of one step. max_num_seqs: running requests. max_draft_tokens: per request and step.
-    drafts: where draft tokens come from; None: the prompt and the answer.
+    drafts: where draft tokens come from.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Scheduler:
         memory: Memory,
         max_num_batched_tokens: int,
         max_num_seqs: int,
-        max_draft_tokens: int = 0,
-        drafts: Drafts | None = None,
+        max_draft_tokens: int,
+        drafts: Drafts,
     ) -> None:
         self.memory = memory
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._max_draft_tokens = max_draft_tokens
-        self._drafts = drafts or PromptLookup()
+        self._drafts = drafts
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.awaiting_media: list[Request] = []
