@@ -43,9 +43,7 @@ class EngineContender:
         self.runner = Runner(load_language_model(Checkpoint(folder), dtype, CPU), BLOCKS, BLOCK_TOKENS)
         allocator = BlockAllocator(BLOCKS, BLOCK_TOKENS)
         self.steps: list[Step] = []
-        self.engine = Engine(
-            self.runner, allocator, CHUNK_TOKENS, MAX_RUNNING, MAX_WAITING, on_step=self.steps.append
-        )
+        self.engine = Engine(self.runner, allocator, CHUNK_TOKENS, MAX_RUNNING, MAX_WAITING, on_step=self.steps.append)
         self._dtype = dtype
         self._tokenizer = load_tokenizer(folder)
 

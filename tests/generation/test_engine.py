@@ -196,7 +196,7 @@ def test_a_request_that_fails_in_a_step_fails_alone(
 
 def test_an_answer_whose_text_cannot_be_decoded_fails_alone(tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, neighbour = tiny.ask("a", PROMPT, SamplingParams(5)), tiny.ask("b", PROMPT, SamplingParams(5))
-    monkeypatch.setattr(asked.request.detokenizer, "add", Mock(side_effect=ValueError))
+    monkeypatch.setattr(asked.request.detokenizer, "decode", Mock(side_effect=ValueError))
     tiny.drain()
     assert asked.failed
     assert neighbour.finished

@@ -146,9 +146,9 @@ class Session:
 
     def borrowed(self) -> Borrowed:
         """What the request of the segment holds."""
-        return Borrowed(self.lease, self.held, self._end)
+        return Borrowed(self.lease, self.held, self.end)
 
-    def _end(self, computed: int, output_ids: Sequence[int]) -> bool:
+    def end(self, computed: int, output_ids: Sequence[int]) -> bool:
         """Takes what stays of the segment whose request has ended, after so many computed tokens.
 
         Nothing stays if it was not computed as a whole. Returns whether anything stays.

@@ -2,7 +2,7 @@
 
 An unsupported field that would change answers is a startup error instead of being ignored. Missing fields are neutral:
 library defaults that `generate` would fill in (top_k = 50) do not come from the checkpoint.
-Source: transformers.GenerationConfig; HONOURED, NEUTRAL and a list in the tests together contain all of its fields.
+Source: transformers.GenerationConfig, of which every field is read here, in NEUTRAL, or listed in the tests.
 """
 
 from __future__ import annotations
@@ -14,10 +14,6 @@ from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.fields import Fields
 
 FILE = "generation_config.json"
-
-HONOURED = frozenset(
-    ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "eos_token_id")
-)
 
 # Unsupported fields that change answers, and the values with which they change nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
