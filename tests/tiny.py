@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
@@ -70,7 +71,7 @@ class WholeWords:
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self._stop = stop
 
-    def add(self, token_ids: Sequence[int]) -> tuple[str, bool]:
+    def decode(self, token_ids: Sequence[int]) -> tuple[str, bool]:
         (token_id,) = token_ids
         return ("", True) if str(token_id) in self._stop else (f"{token_id} ", False)
 
@@ -141,8 +142,15 @@ class Asked:
         return next((event for event in self.events if isinstance(event, Failed)), None)
 
 
+class AlwaysPays(Payoff):
+    def pays(self, request: Request) -> bool:
+        return True
+
+
 @dataclass
 class TinyEngine:
+    """totals: the sums over all steps, by the names of `Step`."""
+
     model: LanguageModel
     blocks: int = 64
     max_num_batched_tokens: int = 64
@@ -158,6 +166,7 @@ class TinyEngine:
     live_blocks: int = 0
     runner: RecordingRunner = field(init=False)
     engine: Engine = field(init=False)
+    totals: Counter[str] = field(init=False, default_factory=Counter)
 
     def __post_init__(self) -> None:
         slots = 2 * self.max_num_seqs + self.snapshots if self.model.states else 0
@@ -170,13 +179,17 @@ class TinyEngine:
             self.max_num_seqs,
             self.max_waiting,
             self.max_draft_tokens,
-            self.on_step,
+            self._count,
             self.on_end,
             self.overlap,
             StateSlots(slots, RESERVED) if slots else None,
-            self.payoff,
+            self.payoff or (AlwaysPays() if self.model.draft else None),
             self.live_blocks,
         )
+
+    def _count(self, step: Step) -> None:
+        self.totals.update(asdict(step))
+        self.on_step(step)
 
     def ask(
         self,

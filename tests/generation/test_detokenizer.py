@@ -50,7 +50,7 @@ def streamed(tokenizer: Splits, stop: tuple[str, ...] = (), min_tokens: int = 0)
     detokenizer = Detokenizer(tokenizer, stop, min_tokens)
     texts = []
     for token in tokenizer.ids:
-        text, stopped = detokenizer.add([token])
+        text, stopped = detokenizer.decode([token])
         texts.append(text)
         if stopped:
             return texts, True
@@ -86,7 +86,7 @@ def test_tokens_that_are_added_together_have_the_text_of_single_ones(
     tokenizer = Splits(split(data, lengths))
     detokenizer, left, text = Detokenizer(tokenizer), list(tokenizer.ids), ""
     for count in [*counts, 80]:
-        text += detokenizer.add(left[:count])[0]
+        text += detokenizer.decode(left[:count])[0]
         left = left[count:]
     assert text + detokenizer.flush() == tokenizer.decode(tokenizer.ids)
 

@@ -101,7 +101,7 @@ def test_preemption_and_neighbours_change_neither_a_seeded_answer_nor_its_one_an
     tiny = TinyEngine(models.engine, blocks=6, max_num_batched_tokens=3)
     every = [tiny.ask(name, PROMPT, params) for name in "abc"]
     tiny.drain()
-    assert tiny.engine.stats().totals.preemptions > 0
+    assert tiny.totals["preemptions"] > 0
     for asked in every:
         assert asked.answer == expected.answer
         assert [event for event in asked.events if isinstance(event, PrefillStarted)] == [PrefillStarted()]
@@ -159,10 +159,11 @@ def test_a_cancelled_request_frees_its_blocks_at_the_next_step_and_gets_no_more_
 
 def test_media_that_contradict_the_plan_fail_only_their_request(tiny: TinyEngine) -> None:
     asked, neighbour = tiny.ask("a", ABOUT_VIDEO, SamplingParams(2)), tiny.ask("b", PROMPT, SamplingParams(2))
-    tiny.engine.deliver(asked.request, MediaItem(0, np.array(KEPT, np.int32), torch.zeros(1, 5, 64), 0, bytes(32)))
+    fewer = np.array(KEPT[:5], np.int32)
+    tiny.engine.deliver(asked.request, MediaItem(0, fewer, torch.zeros(1, 5, 64), 0, bytes(32)))
     tiny.drain()
     assert asked.failed
-    with pytest.raises(PeerContract, match=r"are \[1, 5, 64\], not \[1, 6, 64\]"):
+    with pytest.raises(PeerContract, match="kept"):
         raise asked.failed.error
     assert neighbour.finished
 
@@ -195,7 +196,7 @@ def test_a_request_that_fails_in_a_step_fails_alone(
 
 def test_an_answer_whose_text_cannot_be_decoded_fails_alone(tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, neighbour = tiny.ask("a", PROMPT, SamplingParams(5)), tiny.ask("b", PROMPT, SamplingParams(5))
-    monkeypatch.setattr(asked.request.detokenizer, "add", Mock(side_effect=ValueError))
+    monkeypatch.setattr(asked.request.detokenizer, "decode", Mock(side_effect=ValueError))
     tiny.drain()
     assert asked.failed
     assert neighbour.finished
@@ -249,7 +250,7 @@ def test_the_thread_sleeps_while_nothing_can_run(models: Models) -> None:
     tiny = TinyEngine(models.engine)
     tiny.engine.start()
     waits = tiny.ask("waits", ABOUT_VIDEO, SamplingParams(1))
-    until(lambda: tiny.engine.stats().totals.tokens == 4)
+    until(lambda: tiny.totals["prompt_tokens"] == 4)
     assert tiny.engine._thread.ident is not None
     spent = time.pthread_getcpuclockid(tiny.engine._thread.ident)
     before = time.clock_gettime(spent)
@@ -308,7 +309,7 @@ def test_an_engine_that_fails_ends_its_thread_and_all_requests(
     opening = list[Future[None]]()  # a session, while the step fails
 
     def fail(*_: object) -> None:
-        opening.append(tiny.engine.open(Session("live", 16, 16, BLOCK_TOKENS)))
+        opening.append(tiny.engine.open(Session("live", 16, 16, BLOCK_TOKENS).lease))
         tiny.deliver(waits, 0, VIDEO, KEPT)
         tiny.engine.cancel(queued.request)
         raise torch.AcceleratorError("illegal memory access")

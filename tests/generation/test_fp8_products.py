@@ -212,9 +212,15 @@ def test_missing_and_unknown_weights_are_refused_by_name(stored: Twins, with_ker
         ({"weight_block_size": [64, 64]}, {}),
         ({"activation_scheme": "static"}, {}),
         ({"scale_fmt": "ue8m0"}, {}),
-        ({}, {f"{PREFIX}layers.0.mlp.experts.down_proj": torch.zeros(2, 128, 128).to(FP8)}),
+        (
+            {},
+            {
+                f"{PREFIX}layers.0.mlp.experts.down_proj": torch.zeros(2, 128, 128).to(FP8),
+                f"{PREFIX}layers.0.mlp.experts.down_proj_scale_inv": torch.ones(2, 1, 1),
+            },
+        ),
         ({}, {f"{PREFIX}layers.0.mlp.up_proj.weight": torch.zeros(384, 256)}),  # with scales, but not in fp8
-        ({}, {"lm_head.weight": torch.zeros(328, 256).to(FP8)}),
+        ({}, {"lm_head.weight": torch.zeros(328, 256).to(FP8), "lm_head.weight_scale_inv": torch.ones(3, 2)}),
     ],
 )
 def test_other_formats_and_layers_are_left_to_be_dequantised(

@@ -73,13 +73,13 @@ def assert_law_of_any_mix(models: Models, data: st.DataObject) -> None:
     waits = st.lists(st.sampled_from((0, 0, 1, 2, 6)), max_size=4)
     firsts = answer(engine, questions, arrivals, deliveries, data.draw(st.lists(waits, max_size=10)))
     asked = [each for first in firsts for each in (first, *first.others)]
-    stats = engine.engine.stats()
+    stats, totals = engine.engine.stats(), engine.totals
     event(f"prefix hit: {any(each.request.cached_tokens for each in asked)}")
     event(f"media not sent again: {any(each.spared for each in asked)}")
     event(f"media prefilled before they were complete: {engine.runner.early}")
-    event(f"preempted: {stats.totals.preemptions > 0}")
+    event(f"preempted: {totals['preemptions'] > 0}")
     event(f"blocks reclaimed: {any(each.request.holding.reclaimed for each in asked)}")
-    event(f"draft tokens: {stats.totals.draft_tokens > 0}, accepted: {stats.totals.accepted_draft_tokens > 0}")
+    event(f"draft tokens: {totals['draft_tokens'] > 0}, accepted: {totals['accepted_draft_tokens'] > 0}")
     assert_law(models, engine, [asking for asking in questions for _ in range(asking.answers)], asked)
     assert (stats.blocks_used, stats.states_used) == (0, 0)
 

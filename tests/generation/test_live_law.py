@@ -66,7 +66,7 @@ class Watched:
 
     def __post_init__(self) -> None:
         self.session = Session("watched", self.window, self.answer, BLOCK_TOKENS)
-        finished(self.engine, self.engine.engine.open(self.session))
+        finished(self.engine, self.engine.engine.open(self.session.lease))
 
     def add(self, added: Added, neighbours: tuple[tuple[int, int], ...] = (), steps: int = 5000) -> None:
         """Adds a segment, and computes it beside other requests, of so many tokens and new tokens each.
@@ -100,7 +100,7 @@ class Watched:
         prompt = session.begin(segment, self.models.engine.embed_levels)
         keys = (b"",) * len(prompt.plan.media)
         params = SamplingParams(max(1, added.new_tokens))
-        request = Request(f"live {number}", prompt, keys, params, None, events.append, session=session)
+        request = Request(f"live {number}", prompt, keys, params, None, events.append, holding=session.borrowed())
         request.embeds = [segment.embeds] if added.media else []
         self.engine.engine.submit(request)
         for place, (tokens, new_tokens) in enumerate(neighbours):
@@ -112,7 +112,7 @@ class Watched:
             if any(isinstance(each, Finished | Failed) for each in events):
                 break
         else:
-            finished(self.engine, self.engine.engine.interrupt(session))
+            finished(self.engine, self.engine.engine.interrupt(request))
         if not request.output_ids:
             return
         rows, said = self._rows(), request.output_ids
@@ -146,7 +146,7 @@ class Watched:
             assert worst < LOGPROB_TOLERANCE, f"{worst} off"
 
     def close(self) -> None:
-        self.engine.engine.close(self.session)
+        self.engine.engine.close(self.session.lease)
         self.engine.drain()
         self.engine.engine.check_integrity()
         stats = self.engine.engine.stats()
@@ -213,7 +213,7 @@ def obey_the_law(models: Models, data: st.DataObject) -> None:
     for each in data.draw(st.lists(added(), min_size=6, max_size=11)):
         watched.add(each, data.draw(others))
     engine.drain()
-    event(f"evicted: {watched.gone > 0}, preempted: {engine.engine.stats().totals.preemptions > 0}")
+    event(f"evicted: {watched.gone > 0}, preempted: {engine.totals['preemptions'] > 0}")
     watched.check()
     watched.close()
 
@@ -226,7 +226,7 @@ def test_a_long_session_keeps_its_first_segment_and_its_blocks(models: Models) -
         watched.add(Added(text=2, media=7))
         if number % 6 == 5:
             watched.add(Added(text=3, new_tokens=6))
-        assert engine.engine.stats().blocks_used == watched.session.num_blocks
+        assert engine.engine.stats().blocks_used == watched.session.lease.num_blocks
         assert watched.session.held <= 40 + 16
     assert watched.gone > 100
     assert watched.session.numbers.tolist()[:9] == [0] * 9
@@ -266,7 +266,7 @@ def test_sessions_leave_two_recurrent_states_to_each_request_that_runs(models: M
     engine = TinyEngine(models.engine, blocks=64, max_num_seqs=2, snapshots=1, live_blocks=32)
     watched = Watched(models, engine, 40)
     with pytest.raises(Overloaded, match="--state-slots"):
-        finished(engine, engine.engine.open(Session("too many", 16, 16, BLOCK_TOKENS)))
+        finished(engine, engine.engine.open(Session("too many", 16, 16, BLOCK_TOKENS).lease))
     for _ in range(3):
         watched.add(Added(text=2, media=7), ((20, 6), (12, 8), (9, 4)))
     engine.drain()
@@ -278,7 +278,7 @@ def test_sessions_leave_two_recurrent_states_to_each_request_that_runs(models: M
 def test_a_session_does_not_wait_for_blocks_that_others_lack(models: Models) -> None:
     engine = TinyEngine(models.engine, blocks=32, live_blocks=14)
     watched = Watched(models, engine, 40)
-    left = (32 - watched.session.num_blocks) * BLOCK_TOKENS
+    left = (32 - watched.session.lease.num_blocks) * BLOCK_TOKENS
     for number, tokens in enumerate((left - 20, left - 30)):  # of which the second one has no room beside the first
         first = 10 + 100 * number
         engine.ask(f"{number}", [Text(tuple(range(first, first + tokens)))], SamplingParams(18))

@@ -214,7 +214,7 @@ def failing_in(owner: type, name: str) -> Callable[[Request, pytest.MonkeyPatch]
 
 
 def refuse_tokens(request: Request, patched: pytest.MonkeyPatch) -> None:
-    patched.setattr(request.sampling_state, "add", Mock(side_effect=ValueError("refused")))
+    patched.setattr(request.sampling_state, "accept_token", Mock(side_effect=ValueError("refused")))
 
 
 @pytest.mark.parametrize(

@@ -117,8 +117,8 @@ def test_rejected_and_accepted_draft_tokens_obey_the_law(models: Models) -> None
     ]
     engine.drain()
     assert_law(models, engine, questions, asked)
-    totals = engine.engine.stats().totals
-    assert 0 < totals.accepted_draft_tokens < totals.draft_tokens
+    totals = engine.totals
+    assert 0 < totals["accepted_draft_tokens"] < totals["draft_tokens"]
 
 
 def test_documents_obey_the_law_beside_draft_tokens_and_preemption(models: Models) -> None:
@@ -145,9 +145,9 @@ def test_documents_obey_the_law_beside_draft_tokens_and_preemption(models: Model
         [replace(asking, new_tokens=len(each.answer)) for asking, each in zip(questions, asked, strict=True)],
         asked,
     )
-    totals = engine.engine.stats().totals
-    assert 0 < totals.accepted_draft_tokens < totals.draft_tokens
-    assert totals.preemptions
+    totals = engine.totals
+    assert 0 < totals["accepted_draft_tokens"] < totals["draft_tokens"]
+    assert totals["preemptions"]
 
 
 def test_rows_that_only_fill_a_replayed_step_write_no_state(models: Models) -> None:

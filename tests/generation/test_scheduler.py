@@ -7,7 +7,9 @@ from fractions import Fraction
 import numpy as np
 
 from gridsieve.services.generation.engine.scheduler import Scheduler
+from gridsieve.services.generation.engine.speculation import PromptLookup
 from gridsieve.services.generation.memory.blocks import BlockAllocator
+from gridsieve.services.generation.memory.lease import Lease
 from gridsieve.services.generation.memory.memory import Memory
 from gridsieve.services.generation.request.batch import Chunk
 from gridsieve.services.generation.request.request import Request, Status
@@ -27,7 +29,7 @@ class Desk:
     ) -> None:
         allocator = BlockAllocator(blocks, BLOCK_TOKENS)
         memory = Memory(allocator, max_num_seqs, live_blocks=live_blocks)
-        self.scheduler = Scheduler(memory, max_num_batched_tokens, max_num_seqs)
+        self.scheduler = Scheduler(memory, max_num_batched_tokens, max_num_seqs, 0, PromptLookup())
         self.arrivals = 0
 
     def add(self, prompt_tokens: int, new_tokens: int, *, video: bool = False) -> Request:
@@ -38,12 +40,12 @@ class Desk:
     def ask(self, session: Session, tokens: int, new_tokens: int) -> Request:
         segment = Segment(np.full(tokens, 9, np.int32), np.zeros((3, tokens), np.int32), tokens, transient=True)
         prompt, wish = session.begin(segment, 0), SamplingParams(new_tokens)
-        return self._add(Request(session.id, prompt, (), wish, None, lambda _: None, session=session))
+        return self._add(Request(session.id, prompt, (), wish, None, lambda _: None, holding=session.borrowed()))
 
     def _add(self, request: Request) -> Request:
         request.arrival = self.arrivals
         self.arrivals += 1
-        self.scheduler.add(request, ())
+        self.scheduler.enqueue(request, ())
         return request
 
     def deliver(self, request: Request) -> None:
@@ -138,12 +140,12 @@ def test_a_session_is_opened_once_running_requests_leave_its_blocks_and_preempts
     desk.step()
     late = desk.add(16, 1)
     for _ in range(3):
-        session = Session("live", 24, 8, BLOCK_TOKENS)
-        desk.scheduler.open(session)
+        lease = Lease(8)
+        desk.scheduler.open(lease)
         desk.step()
         assert not desk.scheduler.opened()
-        desk.scheduler.close(session)
-    desk.scheduler.open(session)
+        desk.scheduler.close(lease)
+    desk.scheduler.open(lease)
     while not desk.scheduler.opened():
         assert late.status is Status.WAITING
         assert desk.step()
@@ -158,14 +160,14 @@ def test_requests_of_sessions_run_before_an_older_prompt_only_while_it_lacks_blo
     desk = Desk(blocks=16, max_num_batched_tokens=64, max_num_seqs=2, live_blocks=8)
     sessions = [Session(name, 8, 4, BLOCK_TOKENS) for name in "ab"]
     for session in sessions:
-        desk.scheduler.open(session)
-    assert desk.scheduler.opened() == sessions
+        desk.scheduler.open(session.lease)
+    assert desk.scheduler.opened() == [session.lease for session in sessions]
     running = desk.add(16, 5)
     desk.step()
     prompt, of_sessions = desk.add(20, 1), list[Request]()  # needs 5 blocks, 5 are free, and `running` grows
     while prompt.status is Status.WAITING:
-        resting = [session for session in sessions if not desk.scheduler.request_of(session)]
-        of_sessions += [desk.ask(session, 3, 2) for session in resting]
+        asked = {request.id for request in desk.scheduler.requests()}
+        of_sessions += [desk.ask(session, 3, 2) for session in sessions if session.id not in asked]
         lacks_blocks = running.status is Status.RUNNING
         assert (prompt in [chunk.request for chunk in desk.step()]) != lacks_blocks
     assert [each.status for each in of_sessions].count(Status.DONE) >= 2

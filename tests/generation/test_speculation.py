@@ -53,7 +53,7 @@ def test_accepted_draft_tokens_save_steps_and_change_no_answer(models: Models) -
     slow, plain = ask_repetitive(models, 0, params)
     fast, drafted = ask_repetitive(models, 4, params)
     assert drafted.answer == plain.answer
-    accepted = fast.engine.stats().totals.accepted_draft_tokens
+    accepted = fast.totals["accepted_draft_tokens"]
     assert len(fast.runner.steps) == len(slow.runner.steps) - accepted < len(slow.runner.steps)
 
 
@@ -72,7 +72,7 @@ def test_draft_tokens_after_the_end_are_not_part_of_the_answer(models: Models, m
         assert ended.answer == plain.answer[: plain.answer.index(end) + 1]
         saved = len(ended.answer) + prefills - len(engine.runner.steps)
         assert ended.finished
-        assert ended.finished.accepted_draft_tokens == engine.engine.stats().totals.accepted_draft_tokens == saved
+        assert ended.finished.accepted_draft_tokens == engine.totals["accepted_draft_tokens"] == saved
 
 
 def ask_repetitive(models: Models, max_draft_tokens: int, params: SamplingParams) -> tuple[TinyEngine, Asked]:

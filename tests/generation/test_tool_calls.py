@@ -36,7 +36,7 @@ def read(pieces: Sequence[str], single: bool = False) -> tuple[str, list[tuple[s
     """The text, and the names and arguments of the calls, of an answer that arrives in these pieces."""
     reader = CallReader(single)
     shown, deltas = "", list[CallDelta]()
-    for text, calls in [*map(reader.add, pieces), reader.end()]:
+    for text, calls in [*map(reader.read, pieces), reader.end()]:
         shown += text
         deltas += calls
     first = {delta.index: delta for delta in reversed(deltas)}
@@ -106,10 +106,10 @@ def test_what_is_a_call_and_what_is_text(answer: str, text: str, calls: list[tup
 @pytest.mark.parametrize("begin", ["", BEGIN, f'{BEGIN}{{"name": "', KYOTO.removesuffix(END)])
 def test_the_cost_of_a_token_does_not_grow_with_the_answer(begin: str) -> None:
     reader = CallReader()
-    reader.add(begin)
+    reader.read(begin)
     began_s = time.process_time()
     for _ in range(16_000):
-        reader.add("{ab} \n")
+        reader.read("{ab} \n")
     reader.end()
     # It takes 0.2 s, and many times as long as this where a token is looked at together with all those before it.
     assert time.process_time() - began_s < 2
@@ -180,12 +180,12 @@ def test_any_answer_that_a_grammar_allows_calls_tools_as_their_schemas_say(
     ids: list[int] = tokenizer.encode(begin, add_special_tokens=False).ids
     for each in ids:
         assert allowed(state)[each]
-        state.add(each)
+        state.accept_token(each)
     drawn = random.Random(seed)
     while not ids or ids[-1] != eos_id:
         assert len(ids) < 3000
         ids.append(drawn.choice([*map(int, allowed(state).nonzero()[0])]))
-        state.add(ids[-1])
+        state.accept_token(ids[-1])
     answer = tokenizer.decode(ids[:-1])
     text, calls = read([*answer], use.single)
     if name == "document":
@@ -203,7 +203,7 @@ def test_text_that_calls_nothing_may_follow_a_strict_tool(grammars: Grammars, to
     state = DocumentState(grammars.compile(None, ToolUse(tools(strict=True))))
     assert not allowed(state)[eos_id]
     for each in tokenizer.encode("It <tool rains.", add_special_tokens=False).ids:
-        state.add(each)
+        state.accept_token(each)
     assert allowed(state)[eos_id]
 
 
@@ -267,7 +267,7 @@ def test_a_schema_that_puts_an_object_together_from_several_allows_all_their_pro
     state = DocumentState(grammars.compile(json.dumps({"items": {"type": "object"} | schema, "type": "array"})))
     for each in tokenizer.encode('[{"a":"x","b":"y"}]', add_special_tokens=False).ids:
         assert allowed(state)[each]
-        state.add(each)
+        state.accept_token(each)
     assert allowed(state)[eos_id]
 
 

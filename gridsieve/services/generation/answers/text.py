@@ -95,7 +95,7 @@ class Answers:
                     rest = self._detokenizers[index].flush() if self._detokenizers else ""
                     pieces = [(rest, list[CallDelta]())]
                     if reader := self._readers.get(index):
-                        pieces = [reader.add(rest), reader.end()]
+                        pieces = [reader.read(rest), reader.end()]
                         if reader.calls and reason is FinishReason.STOP:
                             reason = FinishReason.TOOL_CALLS
                     for text, calls in pieces:
@@ -116,9 +116,9 @@ class Answers:
             add_request_stats(completion_tokens=len(joined.token_ids))
             if self._detokenizers:
                 shown = joined.token_ids[:-1] if joined.ended else joined.token_ids
-                joined = replace(joined, text=self._detokenizers[index].add(shown)[0])
+                joined = replace(joined, text=self._detokenizers[index].decode(shown)[0])
             if reader := self._readers.get(index):
-                text, calls = reader.add(joined.text)
+                text, calls = reader.read(joined.text)
                 joined = replace(joined, text=text)
             yield Said(index, joined, calls)
 

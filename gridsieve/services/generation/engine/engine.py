@@ -19,26 +19,24 @@ import structlog
 import torch
 
 from gridsieve.common.contract.errors import (
-    GridsieveError,
     InvalidRequest,
     Overloaded,
-    PeerContract,
     PromptTooLong,
     Unavailable,
 )
 from gridsieve.services.generation.engine.payoff import Payoff
 from gridsieve.services.generation.engine.scheduler import Scheduler
-from gridsieve.services.generation.engine.speculation import HeadDrafts
+from gridsieve.services.generation.engine.speculation import PromptLookup
 from gridsieve.services.generation.engine.stats import EngineStats, Step
 from gridsieve.services.generation.engine.stepper import Stepper
 from gridsieve.services.generation.memory.blocks import BlockAllocator
+from gridsieve.services.generation.memory.lease import Lease
 from gridsieve.services.generation.memory.memory import Memory
 from gridsieve.services.generation.memory.state_slots import StateSlots
 from gridsieve.services.generation.model.runner import OutOfStep, Runner
 from gridsieve.services.generation.request.encoded_media import MediaItem
 from gridsieve.services.generation.request.encoded_media_cache import EncodedMediaCache
 from gridsieve.services.generation.request.request import Request, Status
-from gridsieve.services.generation.request.session import Session
 
 log = structlog.get_logger()
 
@@ -54,8 +52,8 @@ class Engine:
     max_draft_tokens: draft tokens for each running request and step, of the model's head if it has one.
     overlap: whether a forward is launched before the step before it is read; for devices that compute beside the host.
     states: slots of recurrent states, at least 2 · max_num_seqs; None for models without any.
-    payoff: decides which requests the head drafts for; None: for all.
-    live_blocks: the most that live sessions may own; other requests never count on them.
+    payoff: of a model with a head that drafts: decides which requests it drafts for.
+    live_blocks: the most that leases may have; other requests never count on them.
     on_step: called in the engine's thread after each step.
     on_end: called in the engine's thread if it ends without `stop`.
     """
@@ -76,14 +74,13 @@ class Engine:
         live_blocks: int = 0,
     ) -> None:
         self._model = runner.model
-        drafts = HeadDrafts(payoff) if runner.drafter else None
-        memory = Memory(allocator, max_num_seqs, states, live_blocks)
-        self._scheduler = Scheduler(memory, max_num_batched_tokens, max_num_seqs, max_draft_tokens, drafts)
-        self._capacity_tokens = memory.shared_blocks * memory.block_tokens
+        drafts = payoff or PromptLookup()
+        self._memory = Memory(allocator, max_num_seqs, states, live_blocks)
+        self._scheduler = Scheduler(self._memory, max_num_batched_tokens, max_num_seqs, max_draft_tokens, drafts)
         self._max_requests = max_num_seqs + max_waiting
         self._encoded_media = EncodedMediaCache(max_last_rows=allocator.block_tokens - 1)
         self._commands: SimpleQueue[tuple[Request | None, Callable[[], None]]] = SimpleQueue()
-        self._opening: dict[Session, Future[None]] = {}
+        self._promises: dict[Lease | Request, Future[None]] = {}  # of leases to open, and requests to interrupt
         self._arrivals = count()
         self._stopping = False
         self._on_end = on_end
@@ -118,22 +115,23 @@ class Engine:
         """Fails all requests with Unavailable, and does not wait for the thread, which may hang."""
         with self._lock:
             self._stopping = True
-            self._fail_opening()
+            self._break_promises()
         self._stepper.give_up(Unavailable("the engine of generation has failed", "generation"))
 
     def submit(self, request: Request) -> None:
         """Queues a request and its siblings. Afterwards `request.wanted_media` lists the items to deliver.
 
         Raises PromptTooLong if it can never fit, InvalidRequest if it has too many siblings to ever be accepted,
-        Overloaded if the queue is full, and Unavailable if the engine has ended. The request of a live session that is
-        open and has no other is always accepted.
+        Overloaded if the queue is full, and Unavailable if the engine has ended. The queue has room for requests that
+        borrow an open lease.
         """
-        if not request.session and request.max_tokens > self._capacity_tokens:
+        capacity = self._memory.capacity_tokens(request)
+        if request.max_tokens > capacity:
             raise PromptTooLong(
                 f"a prompt of {request.prompt.tokens} tokens and an answer of {request.sampling.max_new_tokens} need "
-                f"room for {request.max_tokens} tokens, the cache holds {self._capacity_tokens}",
+                f"room for {request.max_tokens} tokens, the cache holds {capacity}",
                 value=request.max_tokens,
-                limit=self._capacity_tokens,
+                limit=capacity,
             )
         with self._lock:
             if self._stopping:
@@ -143,22 +141,23 @@ class Engine:
                 which = "the number of answers that may run and wait (--max-num-seqs, --max-waiting-requests)"
                 limit = f"at most {self._max_requests}, {which}"
                 raise InvalidRequest(field="sampling.n", limit=limit, value=len(answers))
-            in_flight = sum(1 for each in self._scheduler.requests() if not each.session)
-            if not request.session and in_flight + len(answers) > self._max_requests:
+            in_flight = sum(each.holding.grows for each in self._scheduler.requests())
+            added = sum(each.holding.grows for each in answers)
+            if in_flight + added > self._max_requests:
                 raise Overloaded(
-                    f"{in_flight} answers are running or waiting, {len(answers)} more would exceed the limit of "
+                    f"{in_flight} answers are running or waiting, {added} more would exceed the limit of "
                     f"{self._max_requests}"
                 )
             for each in answers:
                 each.arrival = next(self._arrivals)
             known = map(self._encoded_media.lookup, request.media_keys)
-            self._scheduler.add(request, [encoded for encoded in takewhile(bool, known) if encoded])
+            self._scheduler.enqueue(request, [encoded for encoded in takewhile(bool, known) if encoded])
         self._wake()
 
     def deliver(self, request: Request, item: MediaItem) -> None:
         """Delivers a media item, or what has arrived of it so far, the parts delivered before included.
 
-        An item that contradicts the plan fails the request with PeerContract.
+        item: one of `wanted_media`. If it keeps other tokens than the plan says, the request fails with PeerContract.
         """
         self._commands.put((request, lambda: self._deliver(request, item)))
 
@@ -166,29 +165,25 @@ class Engine:
         """Frees the request's blocks before the next step. It gets no events after that."""
         self._commands.put((request, lambda: self._stepper.forget(request)))
 
-    def open(self, session: Session) -> Future[None]:
-        """Gives a live session its blocks, once running requests leave enough. `close` ends waiting for them, too.
+    def open(self, lease: Lease) -> Future[None]:
+        """Gives a lease its blocks, once running requests leave enough. `close` ends waiting for them, too.
 
-        The result raises Overloaded if sessions may not have so many more, and Unavailable.
+        Raises Unavailable; so does the result, and Overloaded if leases may not have so many more.
         """
-        opened: Future[None] = Future()
-        opened.set_running_or_notify_cancel()
-        queued = self._between_steps(lambda: self._open(session, opened))
-        queued.add_done_callback(lambda done: opened.set_exception(done.exception()) if done.exception() else None)
-        return opened
+        return self._promise(lease, lambda: self._scheduler.open(lease))
 
-    def interrupt(self, session: Session) -> Future[None]:
-        """Ends the request of a live session, if it has one, without an event. Afterwards the session rests."""
-        return self._between_steps(lambda: self._interrupt(session))
+    def interrupt(self, request: Request) -> Future[None]:
+        """Cancels a request, and tells when that is done. Raises Unavailable; so does the result."""
+        return self._promise(request, lambda: self._interrupt(request))
 
-    def close(self, session: Session) -> None:
-        """Frees the blocks of a live session before the next step. Its request gets no events after that."""
-        self._between_steps(lambda: self._close(session))
+    def close(self, lease: Lease) -> None:
+        """Frees the blocks of a lease before the next step. Its request has ended or was cancelled."""
+        self._commands.put((None, lambda: self._close(lease)))
 
     def stats(self) -> EngineStats:
         """The current state. May wait for scheduling, never for the model. Not for the engine's own thread."""
         with self._lock:
-            return EngineStats.of(self._scheduler, self._stepper.totals)
+            return EngineStats.of(self._scheduler)
 
     # --- in the engine's thread --------------------------------------------------------------------------------
 
@@ -196,8 +191,8 @@ class Engine:
         """Runs queued commands, launches a step and reads one. Returns False if there was nothing to do."""
         self._run_commands()
         with self._lock:
-            for session in self._scheduler.opened():
-                self._opening.pop(session).set_result(None)
+            for lease in self._scheduler.opened():
+                self._keep_promise(lease)
         return self._stepper.step()
 
     def check_integrity(self) -> None:
@@ -214,7 +209,7 @@ class Engine:
                         self._run_command(*self._commands.get())
             self._run_commands()
             with self._lock:
-                self._fail_opening()
+                self._break_promises()
                 self._stepper.fail(self._scheduler.requests(), Unavailable("generation was stopped", "generation"))
         except OutOfStep as error:
             log.error("the engine ended: ranks are out of step", error=str(error))
@@ -225,7 +220,6 @@ class Engine:
 
     def _end(self) -> None:
         self.give_up()
-        self._run_commands()  # which give callers of `open` and `interrupt` the error, and do nothing else
         self._on_end()
 
     def _wake(self) -> None:
@@ -237,7 +231,7 @@ class Engine:
 
     def _run_command(self, request: Request | None, command: Callable[[], None]) -> None:
         with self._lock:
-            if request and self._stepper.given_up:  # it has its error, and the scheduler may be what failed
+            if self._stepper.given_up:  # all requests have their error, and the scheduler may be what failed
                 return
             try:
                 command()
@@ -246,63 +240,45 @@ class Engine:
                 if request:
                     self._stepper.fail([request], error)
 
-    def _between_steps(self, command: Callable[[], None]) -> Future[None]:
-        done: Future[None] = Future()
+    def _promise(self, what: Lease | Request, command: Callable[[], None]) -> Future[None]:
+        """Queues a command, of which an error breaks the promise. Raises Unavailable if the engine has ended."""
+        promise: Future[None] = Future()
+        promise.set_running_or_notify_cancel()
 
         def run() -> None:
-            if not done.set_running_or_notify_cancel():
-                return
-            if self._stopping:
-                done.set_exception(_ended())
-                return
             try:
                 command()
             except Exception as error:
-                if not isinstance(error, GridsieveError):
-                    log.exception("command failed")
-                done.set_exception(error)
-            else:
-                done.set_result(None)
+                if self._promises.pop(what, None):
+                    promise.set_exception(error)
 
         with self._lock:
             if self._stopping:
-                done.set_exception(_ended())
-            else:
-                self._commands.put((None, run))
-        return done
+                raise _ended()
+            self._promises[what] = promise
+            self._commands.put((None, run))
+        return promise
 
-    def _open(self, session: Session, opened: Future[None]) -> None:
-        self._scheduler.open(session)
-        self._opening[session] = opened
+    def _keep_promise(self, what: Lease | Request) -> None:
+        if promise := self._promises.pop(what, None):
+            promise.set_result(None)
 
-    def _fail_opening(self) -> None:
-        while self._opening:
-            self._opening.popitem()[1].set_exception(_ended())
+    def _break_promises(self) -> None:
+        while self._promises:
+            self._promises.popitem()[1].set_exception(_ended())
 
-    def _interrupt(self, session: Session) -> None:
-        if request := self._scheduler.request_of(session):
-            self._stepper.forget(request)
+    def _interrupt(self, request: Request) -> None:
+        self._stepper.forget(request)
+        self._keep_promise(request)
 
-    def _close(self, session: Session) -> None:
-        self._interrupt(session)
-        self._opening.pop(session, None)
-        self._scheduler.close(session)
+    def _close(self, lease: Lease) -> None:
+        self._promises.pop(lease, None)
+        self._scheduler.close(lease)
 
     def _deliver(self, request: Request, item: MediaItem) -> None:
-        if request.status is not Status.AWAITING_MEDIA:  # finished, failed or cancelled meanwhile
-            return
-        index, embeds = item.media_index, item.embeds
-        if index not in request.wanted_media:
-            raise PeerContract(f"media item {index} does not exist or was delivered twice")
-        prompt = request.prompt
-        count = prompt.num_kept[index]
-        if item.complete:
-            count = prompt.plan.media[index].grid.tokens if item.kept is None else item.kept.size
-        expected = (1 + prompt.plan.embed_levels, count, self._model.hidden_size)
-        if embeds.shape != expected:
-            raise PeerContract(f"embeds of item {index} are {list(embeds.shape)}, not {list(expected)}")
-        request.add_media(item, self._encoded_media.add(request.media_keys[index], item))
-        self._scheduler.media_arrived(request)
+        if request.status is Status.AWAITING_MEDIA:  # else it finished, failed or was cancelled meanwhile
+            request.add_media(item, self._encoded_media.store(request.media_keys[item.media_index], item))
+            self._scheduler.media_arrived(request)
 
 
 def _ended() -> Unavailable:

@@ -1,4 +1,4 @@
-"""Whether drafting pays: what it brings to a request, against what it costs a step.
+"""Whether drafting with a head pays: what it brings to a request, against what it costs a step.
 
     gain of a request    1 + a tokens a step instead of 1; a: its accepted draft tokens a step, a moving average
     cost of a step       seconds with drafts / seconds without, medians of the last steps in which about as many
@@ -24,10 +24,12 @@ REMEMBERED = 9
 WEIGHT = 0.2
 # A gain so small is less than what times of steps vary by.
 LEAST_ACCEPTED = 0.05
+# In place of a token that the head drafts before the step is launched.
+UNKNOWN = -1
 
 
 class Payoff:
-    """Measures steps and requests, and decides for each step whether a request drafts in it."""
+    """Implements `Drafts` for a head: measures steps and requests, and proposes room for its tokens where they pay."""
 
     def __init__(self) -> None:
         # By size, with and without drafts.
@@ -36,10 +38,12 @@ class Payoff:
         self._accepted: float | None = None  # of all requests, with which a new one begins
 
     def begin_step(self, sequences: int) -> None:
-        """sequences: how many decode in the next step."""
         self._size = sequences.bit_length()
         self._turn = self._steps[self._size] % PERIOD
         self._steps[self._size] += 1
+
+    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
+        return (UNKNOWN,) * limit if self.pays(request) else ()
 
     def pays(self, request: Request) -> bool:
         """Whether a request should draft in this step."""

@@ -13,8 +13,8 @@ Slots of recurrent states are taken from requests that do not run, as blocks are
 another one, if it is free, with the state before them: if any is rejected, the next chunk computes the accepted ones
 again, together with new draft tokens.
 
-The opening of a live session waits for blocks that running requests leave, as a prompt does, and gets them before the
-prompts that wait. The request of a session borrows them: it needs no others, and is never preempted.
+A lease waits for blocks that running requests leave, as a prompt does, and gets them before the prompts that wait. A
+request that borrows them needs no others, and is never preempted.
 
 A prompt is admitted only if it fits beside what running requests still have to prefill, so only growing answers cause
 preemption. The scheduler is policy: `Memory` changes what a request holds. It knows neither the model nor torch.
@@ -25,15 +25,16 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from operator import attrgetter
 
 from gridsieve.services.generation.engine.snapshots import snapshot_places
-from gridsieve.services.generation.engine.speculation import Drafts, PromptLookup
+from gridsieve.services.generation.engine.speculation import Drafts
+from gridsieve.services.generation.memory.lease import Lease
 from gridsieve.services.generation.memory.memory import Memory
 from gridsieve.services.generation.request.batch import Chunk
 from gridsieve.services.generation.request.encoded_media import EncodedMedia
 from gridsieve.services.generation.request.request import Request, Status
-from gridsieve.services.generation.request.session import Session
 
 BY_ARRIVAL = attrgetter("arrival")
 
@@ -42,7 +43,7 @@ class Scheduler:
     """Owns the queues of requests. Each queue is sorted by arrival, oldest first.
 
     max_num_batched_tokens: tokens of one step. max_num_seqs: running requests. max_draft_tokens: per request and step.
-    drafts: where draft tokens come from; None: the prompt and the answer.
+    drafts: where draft tokens come from.
     """
 
     def __init__(
@@ -50,19 +51,19 @@ class Scheduler:
         memory: Memory,
         max_num_batched_tokens: int,
         max_num_seqs: int,
-        max_draft_tokens: int = 0,
-        drafts: Drafts | None = None,
+        max_draft_tokens: int,
+        drafts: Drafts,
     ) -> None:
         self.memory = memory
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._max_draft_tokens = max_draft_tokens
-        self._drafts = drafts or PromptLookup()
+        self._drafts = drafts
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.awaiting_media: list[Request] = []
         self.awaiting_sibling: list[Request] = []
-        self.opening: list[Session] = []
+        self.opening: list[Lease] = []
         self.preemptions = 0
         self._queues = {
             Status.RUNNING: self.running,
@@ -71,11 +72,11 @@ class Scheduler:
             Status.AWAITING_SIBLING: self.awaiting_sibling,
         }
 
-    def add(self, request: Request, encoded_media: Sequence[EncodedMedia]) -> None:
+    def enqueue(self, request: Request, encoded_media: Sequence[EncodedMedia]) -> None:
         """Queues a new request and its siblings, and gives it the media whose rows are in the cache.
 
-        The request's `max_tokens` must fit into what leases leave, or into its own. encoded_media: what is known of its
-        first media items.
+        The request's `max_tokens` must be within `Memory.capacity_tokens`. encoded_media: what is known of its first
+        media items.
         """
         known = request.with_media(encoded_media) if encoded_media else None
         for each in (request, *request.siblings):
@@ -89,33 +90,29 @@ class Scheduler:
         for sibling in request.siblings:
             self._enter(sibling, Status.AWAITING_SIBLING)
 
-    def open(self, session: Session) -> None:
-        """Queues a live session for its blocks, see `opened`. Raises Overloaded if it may not have them."""
-        self.memory.claim(session.lease)
-        self.opening.append(session)
+    def open(self, lease: Lease) -> None:
+        """Queues a lease for its blocks, see `opened`. Raises Overloaded if it may not have them."""
+        self.memory.claim(lease)
+        self.opening.append(lease)
 
-    def opened(self) -> list[Session]:
-        """The sessions that get their blocks now, first come first served. Requests that do not run may lose theirs."""
+    def opened(self) -> list[Lease]:
+        """The leases that get their blocks now, first come first served. Requests that do not run may lose theirs."""
         opened = []
         while self.opening and self.opening[0].num_blocks <= self.memory.left(
             self.running, (*self.waiting, *self.awaiting_media)
         ):
-            session = self.opening.pop(0)
-            while self.memory.free < session.num_blocks and (victim := self._reclaimable()):
+            lease = self.opening.pop(0)
+            while self.memory.free < lease.num_blocks and (victim := self._reclaimable()):
                 self.memory.reclaim(victim)
-            self.memory.open(session.lease)
-            opened.append(session)
+            self.memory.open(lease)
+            opened.append(lease)
         return opened
 
-    def close(self, session: Session) -> None:
-        """Takes the blocks and the state of a live session that has no request."""
-        if session in self.opening:
-            self.opening.remove(session)
-        self.memory.close(session.lease)
-
-    def request_of(self, session: Session) -> Request | None:
-        """The request that computes a segment of a live session."""
-        return next((request for request in self.requests() if request.session is session), None)
+    def close(self, lease: Lease) -> None:
+        """Takes the blocks and the state of a lease of which no request borrows."""
+        if lease in self.opening:
+            self.opening.remove(lease)
+        self.memory.close(lease)
 
     def start_siblings(self, request: Request) -> None:
         """Queues the siblings of a request that has prefilled their prompt and still has its blocks."""
@@ -140,14 +137,11 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Removes a request, finished or not, and frees its blocks."""
         self._queues[request.status].remove(request)
-        self.memory.end(request, stays=request.end())
+        self.memory.end(request)
         request.move_to(Status.DONE)
 
     def requests(self) -> Iterator[Request]:
-        yield from self.running
-        yield from self.waiting
-        yield from self.awaiting_media
-        yield from self.awaiting_sibling
+        return chain.from_iterable(self._queues.values())
 
     def check_integrity(self) -> None:
         """Asserts that no block is lost or miscounted, and that each request has the blocks it needs and no more."""
@@ -250,7 +244,8 @@ class Scheduler:
             start = request.holding.num_computed_tokens
             fitting = (len(request.holding.blocks) + spare) * memory.block_tokens
             # Whole blocks: what is left over costs no more together with the media, and a step by itself now.
-            end = memory.whole_blocks(min(start + budget, fitting, request.early_tokens))
+            end = min(start + budget, fitting, request.early_tokens)
+            end -= end % memory.block_tokens
             if request.holding.reclaimed or end <= start:
                 continue
             if memory.lacks_states(len(chunks) + 1):

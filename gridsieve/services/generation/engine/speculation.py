@@ -1,5 +1,4 @@
-"""Proposes draft tokens: room for those of a head, or by prompt lookup what followed the last few tokens when they
-occurred before.
+"""Proposes draft tokens by prompt lookup: what followed the last few tokens when they occurred before.
 
     … the red circle moves down …  The red circle        draft tokens: moves down …
           └──── matches ──────┘      └─ the last three
@@ -15,13 +14,10 @@ from typing import Protocol
 
 import numpy as np
 
-from gridsieve.services.generation.engine.payoff import Payoff
 from gridsieve.services.generation.request.request import Request
 
 # Lengths of the match, tried in this order. A single matching token predicts too little.
 MATCHED_TOKENS = (3, 2)
-# In place of a token that the head drafts before the step is launched.
-UNKNOWN = -1
 
 
 class Drafts(Protocol):
@@ -31,7 +27,7 @@ class Drafts(Protocol):
         """sequences: how many decode in the next step."""
 
     def propose(self, request: Request, limit: int) -> tuple[int, ...]:
-        """At most `limit` tokens that may follow the answer so far, or UNKNOWN for each."""
+        """At most `limit` tokens that may follow the answer so far, or room for them."""
 
 
 class PromptLookup:
@@ -54,17 +50,3 @@ class PromptLookup:
                 media = np.flatnonzero(follows < 0)
                 return tuple(follows[: media[0] if media.size else limit].tolist())
         return ()
-
-
-class HeadDrafts:
-    """Implements `Drafts` for a model with a head that drafts. payoff: None: it always drafts."""
-
-    def __init__(self, payoff: Payoff | None) -> None:
-        self._payoff = payoff
-
-    def begin_step(self, sequences: int) -> None:
-        if self._payoff:
-            self._payoff.begin_step(sequences)
-
-    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
-        return (UNKNOWN,) * limit if self._payoff is None or self._payoff.pays(request) else ()

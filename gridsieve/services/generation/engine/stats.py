@@ -1,4 +1,4 @@
-"""Figures of the engine: totals since the start, one step, and its state now. It knows nothing of metrics."""
+"""Figures of the engine: one step, and its state now. It knows nothing of metrics."""
 
 from __future__ import annotations
 
@@ -47,26 +47,8 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
-    """Sums over all steps. tokens: computed tokens of prompts and answers, draft tokens included."""
-
-    tokens: int = 0
-    preemptions: int = 0
-    draft_tokens: int = 0
-    accepted_draft_tokens: int = 0
-
-    def plus(self, step: Step) -> Totals:
-        return Totals(
-            self.tokens + step.prompt_tokens + step.answer_tokens,
-            self.preemptions + step.preemptions,
-            self.draft_tokens + step.draft_tokens,
-            self.accepted_draft_tokens + step.accepted_draft_tokens,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The queues and the caches now, and the totals up to the last step.
+    """The queues and the caches now.
 
     states_used, snapshots, states_total: slots of recurrent states that requests hold, that are kept for prefix cache
     hits, and all; 0 for models without any.
@@ -89,10 +71,9 @@ class EngineStats:
     snapshots: int
     states_total: int
     sessions: int
-    totals: Totals
 
     @classmethod
-    def of(cls, scheduler: Scheduler, totals: Totals) -> EngineStats:
+    def of(cls, scheduler: Scheduler) -> EngineStats:
         allocator, states = scheduler.memory.allocator, scheduler.memory.states
         return cls(
             running=len(scheduler.running),
@@ -109,7 +90,6 @@ class EngineStats:
             snapshots=states.snapshots if states else 0,
             states_total=states.total if states else 0,
             sessions=len(scheduler.memory.leases) - len(scheduler.opening),
-            totals=totals,
         )
 
 

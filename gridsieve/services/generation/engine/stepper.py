@@ -26,7 +26,7 @@ import torch
 from gridsieve.common.contract.errors import GridsieveError, Overloaded
 from gridsieve.services.generation.engine.payoff import Payoff
 from gridsieve.services.generation.engine.scheduler import Scheduler
-from gridsieve.services.generation.engine.stats import Step, Totals
+from gridsieve.services.generation.engine.stats import Step
 from gridsieve.services.generation.model.runner import OutOfStep, Runner, SampledStep
 from gridsieve.services.generation.request.batch import Chunk
 from gridsieve.services.generation.request.request import Event, Failed, Finished, PrefillStarted, Request, Status
@@ -40,7 +40,7 @@ T = TypeVar("T")
 class Stepper:
     """Computes the requests of a scheduler step by step, and ends them.
 
-    lock: protects requests, scheduler and totals. `step` takes it itself, and not while the model computes; callers of
+    lock: protects requests and scheduler. `step` takes it itself, and not while the model computes; callers of
         `fail` and `forget` hold it.
     cancel: called if a listener fails; must forget the request before the next step.
     on_step: called after each step.
@@ -59,7 +59,6 @@ class Stepper:
         payoff: Payoff | None = None,
     ) -> None:
         self.lock = threading.Lock()
-        self.totals = Totals()
         self.given_up = False
         self.began_ns: int | None = None  # of the step that runs now, on the monotonic clock; None between steps
         self._runner = runner
@@ -70,6 +69,7 @@ class Stepper:
         self._payoff = payoff
         self._unread: SampledStep | None = None  # the last step, if its tokens have yet to be read
         self._read_ns = 0  # when a step was read last
+        self._preemptions = 0  # until then
 
     def step(self) -> bool:
         """Launches a step and reads one. Returns False if there was nothing to do."""
@@ -248,12 +248,11 @@ class Stepper:
         return len(sampled) - 1
 
     def _publish(self, sampled: SampledStep, accepted: int) -> None:
-        preemptions = self._scheduler.preemptions - self.totals.preemptions
+        before, self._preemptions = self._preemptions, self._scheduler.preemptions
         launched_ns = self.began_ns if self._runner.drafter else None  # it drafts before the launch
         began_ns, self._read_ns = max(launched_ns or sampled.began_ns, self._read_ns), monotonic_ns()
         seconds = (self._read_ns - began_ns) * 1e-9
-        step = Step.of(sampled.chunks, accepted, preemptions, seconds, sampled.replayed)
-        self.totals = self.totals.plus(step)
+        step = Step.of(sampled.chunks, accepted, self._preemptions - before, seconds, sampled.replayed)
         if self._payoff and not step.prompt_tokens:
             self._payoff.count_step(step.sequences, any(chunk.drafted for chunk in sampled.chunks), seconds)
         self._on_step(step)

@@ -110,7 +110,7 @@ class LiveCall:
             raise
         finally:
             self._sessions.remove(self)
-            self._engine.close(session)
+            self._engine.close(session.lease)
             self.over.set()
             # Errors refer to the call until garbage is collected: its pictures go now.
             self.give_up_pictures()
@@ -120,10 +120,10 @@ class LiveCall:
     async def _open(self) -> None:
         while True:
             try:
-                await asyncio.wrap_future(self._engine.open(self._session))
+                await asyncio.wrap_future(self._engine.open(self._session.lease))
                 break
             except Overloaded:
-                if not await self._sessions.make_way(self._session.num_blocks):
+                if not await self._sessions.make_way(self.num_blocks):
                     raise
         self._sessions.use(self)
 
@@ -131,7 +131,7 @@ class LiveCall:
 
     @property
     def num_blocks(self) -> int:
-        return self._session.num_blocks
+        return self._session.lease.num_blocks
 
     @property
     def rests(self) -> bool:

@@ -51,13 +51,16 @@ class Segments:
 
         Raises SessionFull beyond the model's positions, and SegmentFailed.
         """
-        _, events = self._submit(segment, SamplingParams(1))
-        while True:
-            for _, _, event in await events.next():
-                if isinstance(event, Failed):
-                    raise SegmentFailed(event.error)
-                if isinstance(event, Finished):
-                    return
+        request, events = self._submit(segment, SamplingParams(1))
+        try:
+            while True:
+                for _, _, event in await events.next():
+                    if isinstance(event, Failed):
+                        raise SegmentFailed(event.error)
+                    if isinstance(event, Finished):
+                        return
+        finally:
+            self._engine.cancel(request)
 
     async def answer(self, ask: Ask, segment: Segment, params: SamplingParams, clock: StageClock) -> Answer:
         """Computes the segment of a question, and its answer until that ends or is cancelled. Raises as `compute`."""
@@ -68,8 +71,10 @@ class Segments:
             text, ended = await self._say(ask, Answers(question, 1, clock, self._model.tokenizer), events)
         except GridsieveError as error:
             raise SegmentFailed(error) from error
+        finally:
+            self._engine.cancel(question)
         if ended is None:
-            await asyncio.wrap_future(self._engine.interrupt(self._session))
+            await asyncio.wrap_future(self._engine.interrupt(question))
         return Answer(text, ended, held + rows, held, len(question.output_ids), clock)
 
     async def _say(self, ask: Ask, answers: Answers, events: Events) -> tuple[str, Ended | None]:
@@ -114,7 +119,7 @@ class Segments:
             self._model.stop_finder(params),
             events.listener(0),
             self._wanted.adapter,
-            session=session,
+            holding=session.borrowed(),
         )
         request.embeds = [segment.embeds] * len(keys)
         self._engine.submit(request)

@@ -34,11 +34,11 @@ def load_language_model(
     group: Group | None = None,
     in_int4: bool = False,
 ) -> LanguageModel:
-    """A checkpoint's language model, or with a group this rank's part of it.
+    """A checkpoint's language model, or with a group, whose size has passed `check_ranks`, this rank's part of it.
 
     in_int4: linear layers are rounded to 4 bits; those that are stored in 4 bits stay so anyhow.
-    Raises StartupError for an unsupported model type, missing or unknown weights, attention features that the engine
-    does not support, and heads that cannot be divided among the ranks.
+    Raises StartupError for an unsupported model type, missing or unknown weights, and attention features that the
+    engine does not support.
     """
     family = _family(checkpoint)
     model = _load(family, checkpoint, dtype, device, group, in_int4)

@@ -14,14 +14,10 @@ import torch
 from torch import nn
 
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.services.generation.loading.fp8_blocks import SCALE
+from gridsieve.services.generation.loading.fp8_blocks import SCALE, fp8_blocks
 from gridsieve.services.generation.loading.quantization_config import quantization_settings
 from gridsieve.services.generation.loading.text_model import LM_HEAD_PREFIXES
-from gridsieve.services.generation.loading.weights import stored_weights
 from gridsieve.services.generation.model.fp8_linear import FP8, GROUP, Fp8Linear, find_product, fits
-
-_SCALES = f".weight{SCALE}"
-_DTYPE = "F8_E4M3"  # as safetensors names it
 
 
 def keep_fp8(
@@ -31,9 +27,20 @@ def keep_fp8(
 
     text: on the meta device. prefix: of its weights. dtype, device: in and on which it will run. Returns the dtypes of
     the layers' weights and scales by name, for `read_weights`; or {}, and leaves `text` as it is, if they must be
-    dequantised.
+    dequantised. Raises StartupError as `fp8_blocks`.
     """
-    names = _stored(checkpoint, prefix)
+    blocks, settings = fp8_blocks(checkpoint), quantization_settings(checkpoint)
+    names = {
+        name.removeprefix(prefix).removesuffix(".weight")
+        for name in blocks.scales
+        if name.startswith((prefix, *LM_HEAD_PREFIXES))
+    }
+    if (
+        blocks.sides != [GROUP, GROUP]
+        or settings.get("activation_scheme", "dynamic") != "dynamic"
+        or settings.get("scale_fmt", "float") != "float"
+    ):
+        return {}
     layers = {name: each for name, each in text.named_modules() if name in names and type(each) is nn.Linear}
     if not names or len(layers) < len(names) or not all(map(fits, layers.values())):
         return {}
@@ -44,30 +51,4 @@ def keep_fp8(
     for name, layer in layers.items():
         text.set_submodule(name, Fp8Linear(layer, product))
     weights = {f"{name}.weight": FP8 for name in names}
-    return weights | {f"{name}{_SCALES}": torch.float32 for name in names}
-
-
-def _stored(checkpoint: Checkpoint, prefix: str) -> set[str]:
-    """Names of the layers that are stored in fp8: those of the text model without `prefix`, and the output layer.
-
-    Empty if the checkpoint's format is not the one above.
-    """
-    settings = quantization_settings(checkpoint)
-    if (
-        settings.get("quant_method") != "fp8"
-        or settings.get("weight_block_size") != [GROUP, GROUP]
-        or settings.get("activation_scheme", "dynamic") != "dynamic"
-        or settings.get("scale_fmt", "float") != "float"
-    ):
-        return set()
-    stored: set[str] = set()
-    scaled: set[str] = set()
-    for full, _, file in stored_weights(checkpoint, ""):
-        if not full.startswith((prefix, *LM_HEAD_PREFIXES)):
-            continue
-        name = full.removeprefix(prefix)
-        if name.endswith(_SCALES):
-            scaled.add(name.removesuffix(_SCALES))
-        elif file.get_slice(full).get_dtype() == _DTYPE:
-            stored.add(name.removesuffix(".weight"))
-    return stored if scaled <= stored else set()
+    return weights | {f"{name}.weight{SCALE}": torch.float32 for name in names}

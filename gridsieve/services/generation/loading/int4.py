@@ -25,7 +25,6 @@ from typing import Any
 
 import structlog
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from gridsieve.common.checkpoint import Checkpoint
@@ -145,22 +144,18 @@ class Int4Layers:
             if part not in parts
         ]:
             raise StartupError(f"config.json and the quantised weights disagree: missing weights {missing}")
-        read: dict[str, dict[str, Tensor]] = {}
-        for path in self._checkpoint.weight_files:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                for full in file.keys():  # noqa: SIM118  (not a dict)
-                    layer, part = self._place(full)
-                    if layer not in self._parts:
-                        continue
-                    if part == "bias":
-                        self._check_bias(full, layer, file)
-                    elif part in self._how.names:
-                        tensors = read.setdefault(layer, {})
-                        tensors[part] = file.get_tensor(full)
-                        if tensors.keys() == self._parts[layer]:
-                            self._pack(layer, read.pop(layer), dtype, shards.get(f"{layer}.weight"))
-            # They are views of the file, of which one would keep all of it in memory.
-            read = {layer: {part: each.clone() for part, each in own.items()} for layer, own in read.items()}
+        read: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+        for full, name, file in stored_weights(self._checkpoint, self._prefix, device, self._named):
+            layer, _, part = name.rpartition(".")
+            if layer not in self._parts:
+                continue
+            if part == "bias":
+                self._check_bias(full, layer, file)
+            elif part in self._how.names:
+                # Cloned: one view of the file would keep all of it in memory.
+                read[layer][part] = file.get_tensor(full).clone()
+                if read[layer].keys() == self._parts[layer]:
+                    self._pack(layer, read.pop(layer), dtype, shards.get(f"{layer}.weight"))
         packed = [self._layer(name).int4 for name in self._parts]
         layouts = sorted({type(each.layout).__name__ for each in packed})
         log.info("layers in 4 bits", layers=len(packed), bytes=sum(each.size_bytes for each in packed), layouts=layouts)
@@ -172,12 +167,6 @@ class Int4Layers:
         if layer in self._parts and (part in self._how.names or (part == "bias" and self._layer(layer).bias is None)):
             return None
         return found
-
-    def _place(self, full: str) -> tuple[str, str]:
-        """The layer and the part of a name in a file; empty if it is none of the module's."""
-        name = self._named(full.removeprefix(self._prefix)) if full.startswith(self._prefix) else None
-        layer, _, part = (name or "").rpartition(".")
-        return layer, part
 
     def _layer(self, name: str) -> Int4Linear:
         layer = self._module.get_submodule(name)

@@ -24,7 +24,7 @@ from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.model.layers import attention_layers, number_layers
 from gridsieve.services.generation.model.norms import fuse_norms
 from gridsieve.services.generation.parallel.group import Group
-from gridsieve.services.generation.parallel.sharding import Shard, check_sizes, layers_plan, shard
+from gridsieve.services.generation.parallel.sharding import Shard, layers_plan, shard
 
 # Of transformers 5, and of published checkpoints whose language model is a whole model of its own.
 LM_HEAD_PREFIXES = ("lm_head.", "language_model.lm_head.", "llm.lm_head.")
@@ -81,11 +81,10 @@ def in_float32(text: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
 def shard_text(text: Any, plan: Mapping[str, str] | None, group: Group | None) -> dict[str, Shard]:
     """Shards a text model on the meta device and returns this rank's parts for `read_weights`; {} without a group.
 
-    plan: transformers' tensor-parallel plan. Raises StartupError if there is none or the heads cannot be divided.
+    plan: transformers' tensor-parallel plan. Raises StartupError if there is none.
     """
     if group is None:
         return {}
-    check_sizes(text.config, group.ranks)
     return shard(text, layers_plan(text, plan, group.ranks), group)
 
 
@@ -116,13 +115,13 @@ def with_output_layer(
     shards = {} if group is None else _shard_output_layer(lm_head, style, group)
     if layers:
         layers.pack(weight.dtype, weight.device, {f"lm_head.{name}": each for name, each in shards.items()})
-        return assemble(config, text, lm_head, embed_levels, 1 if group is None else group.ranks)
-    weights = read_weights(checkpoint, prefix, weight.dtype, weight.device, shards)
-    tied = nn.Parameter(shards["weight"].of(weight.detach())) if shards else weight
-    if config.tie_word_embeddings and (not weights or torch.equal(weights["weight"], tied)):
-        lm_head.weight = tied
     else:
-        fill(lm_head, weights, prefix)
+        weights = read_weights(checkpoint, prefix, weight.dtype, weight.device, shards)
+        tied = nn.Parameter(shards["weight"].of(weight.detach())) if shards else weight
+        if config.tie_word_embeddings and (not weights or torch.equal(weights["weight"], tied)):
+            lm_head.weight = tied
+        else:
+            fill(lm_head, weights, prefix)
     return assemble(config, text, lm_head, embed_levels, 1 if group is None else group.ranks)
 
 

@@ -77,7 +77,7 @@ def read_weights(
         if dtypes.get(name) != FP8:
             stored = blocks.dequantised(full, stored)
         if found := _OF_EXPERT.fullmatch(name):
-            for stacked, whole in experts.add(found, stored.to(dtype)):
+            for stacked, whole in experts.stack(found, stored.to(dtype)):
                 weights[stacked] = _own(stacked, whole, shards, prefix + stacked)
         else:
             weights[name] = _own(name, stored, shards, full).to(dtypes.get(name, dtype))
@@ -102,7 +102,7 @@ class _Experts:
         self._missing = Counter(found[1] for name in names if (found := _OF_EXPERT.fullmatch(name)))
         self._read: dict[str, dict[tuple[str, int], Tensor]] = {}
 
-    def add(self, found: re.Match[str], matrix: Tensor) -> list[tuple[str, Tensor]]:
+    def stack(self, found: re.Match[str], matrix: Tensor) -> list[tuple[str, Tensor]]:
         """The stacked weights of a layer by their names once it is complete; until then none."""
         layer, number, kind = found[1], int(found[2]), found[3]
         read = self._read.setdefault(layer, {})

@@ -21,6 +21,7 @@ class Holder(Rows, Protocol):
     """A request: a prompt, then its answer so far."""
 
     holding: Holding
+    output_ids: list[int]
     prefill_announced: bool
 
     @property

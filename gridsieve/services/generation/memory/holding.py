@@ -77,8 +77,8 @@ class Holding:
         if states:
             self.states.release(states)
 
-    def end(self, allocator: BlockAllocator, states: StateSlots | None, stays: bool) -> None:
-        """Drops everything. stays: whether a live session keeps what was computed."""
+    def end(self, allocator: BlockAllocator, states: StateSlots | None, output_ids: Sequence[int]) -> None:
+        """Drops everything. output_ids: of the answer, for who keeps what was computed."""
         self.num_pinned_blocks = 0
         pinned, self.states.pinned = self.states.pinned, NO_STATE
         self.release(allocator, states)

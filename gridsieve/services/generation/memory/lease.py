@@ -8,6 +8,8 @@ It knows neither sessions nor the model.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from gridsieve.services.generation.memory.block_table import BlockTable
 from gridsieve.services.generation.memory.blocks import BlockAllocator
 from gridsieve.services.generation.memory.held_states import drop
@@ -34,14 +36,15 @@ class Lease:
 class Borrowed(Holding):
     """The blocks of a lease. It takes no others, loses none, and shares none with other sequences.
 
-    held_tokens: rows of the session, with which the sequence begins.
+    held_tokens: rows of the session, with which the sequence begins. keep: told at the end how many tokens were
+    computed, and the answer's; returns whether anything of them stays in the lease.
     """
 
     grows = False
 
-    def __init__(self, lease: Lease, held_tokens: int) -> None:
+    def __init__(self, lease: Lease, held_tokens: int, keep: Callable[[int, Sequence[int]], bool]) -> None:
         super().__init__()
-        self._lease = lease
+        self._lease, self._keep = lease, keep
         self.num_computed_tokens = self.cached_tokens = held_tokens
 
     def capacity(self, shared_blocks: int) -> int:
@@ -57,8 +60,9 @@ class Borrowed(Holding):
                 self._lease.state = NO_STATE
             self.states.begin_at(states, self._lease.state)
 
-    def end(self, allocator: BlockAllocator, states: StateSlots | None, stays: bool) -> None:
+    def end(self, allocator: BlockAllocator, states: StateSlots | None, output_ids: Sequence[int]) -> None:
         """Gives the blocks back to the lease, and the state if what was computed stays."""
+        stays = self._keep(self.num_computed_tokens, output_ids)
         if states:
             if stays:
                 self._lease.state, self.states.current = self.states.current, self._lease.state

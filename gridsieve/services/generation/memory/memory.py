@@ -68,9 +68,9 @@ class Memory:
         """Those that leases leave in any case."""
         return self.allocator.total - self._live_blocks
 
-    def whole_blocks(self, tokens: int) -> int:
-        """Tokens of the blocks that so many fill."""
-        return tokens - tokens % self.block_tokens
+    def capacity_tokens(self, holder: Holder) -> int:
+        """The most tokens that a request can ever have."""
+        return holder.holding.capacity(self.shared_blocks) * self.block_tokens
 
     def missing(self, holder: Holder, tokens: int) -> int:
         """Blocks that a request must take to have so many tokens."""
@@ -87,9 +87,8 @@ class Memory:
     # --- what a request holds, from its beginning to its end -----------------------------------------------------
 
     def begin(self, holder: Holder) -> None:
-        """Admits a request, whose `max_tokens` must fit into what it can ever have."""
-        capacity = holder.holding.capacity(self.shared_blocks)
-        assert self.allocator.blocks_for(holder.max_tokens) <= capacity, f"{holder} can never fit"
+        """Admits a request, whose `max_tokens` must be within its `capacity_tokens`."""
+        assert holder.max_tokens <= self.capacity_tokens(holder), f"{holder} can never fit"
         holder.holding.begin(self.states)
         self._holders[holder] = None
 
@@ -137,12 +136,12 @@ class Memory:
         holder.holding.reclaimed = True
         holder.holding.release(self.allocator, self.states)
 
-    def end(self, holder: Holder, stays: bool) -> None:
-        """Takes all from a request. stays: whether the session whose blocks it borrows keeps what was computed."""
+    def end(self, holder: Holder) -> None:
+        """Takes all from a request."""
         holding = holder.holding
         if holding.grows:
             self._pins -= Counter(holding.blocks[: holding.num_pinned_blocks])
-        holding.end(self.allocator, self.states, stays)
+        holding.end(self.allocator, self.states, holder.output_ids)
         del self._holders[holder]
 
     def _pin(self, holder: Holder, blocks: Sequence[int], state: int) -> None:

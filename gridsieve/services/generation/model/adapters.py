@@ -33,7 +33,7 @@ class Adapters:
         """Raises InvalidRequest for a name that is not loaded."""
         return named_adapter(name, self._by_name, "generation")
 
-    def add(self, adapter: Adapter, text: nn.Module, additions: Mapping[str, LowRank]) -> None:
+    def attach(self, adapter: Adapter, text: nn.Module, additions: Mapping[str, LowRank]) -> None:
         """Wraps the named layers of `text` so that they add the adapter's output to its rows."""
         for name, addition in additions.items():
             parent, _, own = name.rpartition(".")

@@ -47,7 +47,6 @@ class GatedDeltaRule(TriedKernels):
     def step(
         self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrices: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `Recurrence`."""
         beta, decay = gates
         out, after = self.kernels.step(
             *self._heads(convolved[:, None]),
@@ -62,7 +61,6 @@ class GatedDeltaRule(TriedKernels):
     def chunk(
         self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrix: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `Recurrence`."""
         beta, decay = gates
         few = len(convolved) <= FEW_TOKENS
         out, after = (self.kernels.step if few else self.kernels.chunk)(
@@ -86,7 +84,6 @@ class GatedDeltaRule(TriedKernels):
         )
 
     def check(self, exact: GatedDeltaRule, like: Tensor, drawn: Callable[..., Tensor]) -> None:
-        """See `TriedKernels`."""
         chunk, step = (self.kernels.chunk, exact.kernels.chunk), (self.kernels.step, exact.kernels.step)
         for tokens, installed, by_torch in ((70, *chunk), (1, *step), (FEW_TOKENS, *step)):
             keys, values = (1, tokens, self.key_heads, self.key_dim), (1, tokens, self.value_heads, self.value_dim)

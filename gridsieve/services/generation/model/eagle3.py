@@ -81,22 +81,19 @@ class Eagle3Head(DraftHead):
         self._axes = self.sizes.rotary.axes(half).repeat(2).to(device)
 
     def turns(self, positions: Tensor) -> Turns:
-        """See `DraftHead`. The sines of the first half of a head are negative."""
+        """The sines of the first half of a head are negative."""
         angles = positions[self._axes].T.contiguous() * self._inverse
         return Turns(*(each.to(self.norm.weight.dtype) for each in (angles.cos(), angles.sin())))
 
     def forward(self, embeds: Tensor, hidden: Tensor, turns: Turns, batch: Batch | None = None) -> Tensor:
-        """See `DraftHead`."""
         rows: Tensor = self.midlayer(embeds, hidden, turns, batch)
         return rows
 
     def joined(self, states: Sequence[Tensor]) -> Tensor:
-        """See `DraftHead`."""
         rows: Tensor = self.fc(torch.cat(list(states), dim=-1))
         return rows
 
     def draft(self, rows: Tensor) -> Tensor:
-        """See `DraftHead`."""
         best: Tensor = self.lm_head(self.norm(rows)).argmax(dim=-1)
         return best + self.d2t[best]
 

@@ -48,7 +48,7 @@ class SelectiveScan(TriedKernels):
     def step(
         self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrices: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `Recurrence`. In float32, as in a chunk."""
+        """In float32, as in a chunk."""
         (time_step,), (rates, skip) = gates, weights
         x, b, c = self._parts(convolved.float())
         no_bias = torch.zeros_like(skip)[:, None].expand(x.shape[1:])  # mamba-ssm's kernel reads its stride
@@ -67,7 +67,6 @@ class SelectiveScan(TriedKernels):
     def chunk(
         self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrix: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `Recurrence`."""
         (time_step,), (rates, skip) = gates, weights
         x, b, c = (part[None] for part in self._parts(convolved))
         out, after = self.kernels.chunk(
@@ -94,7 +93,6 @@ class SelectiveScan(TriedKernels):
         )
 
     def check(self, exact: SelectiveScan, like: Tensor, drawn: Callable[..., Tensor]) -> None:
-        """See `TriedKernels`."""
         tokens = self.chunk_tokens + 6
         convolved = drawn(tokens, self.heads * self.head_dim + 2 * self.groups * self.state_dim).to(like.dtype)
         gates, weights = [drawn(tokens, self.heads).abs()], (-drawn(self.heads).abs(), drawn(self.heads))

@@ -43,13 +43,12 @@ class MtpHead(DraftHead):
         self.layers = nn.ModuleList([type(text.layers[alike])(config, alike)])
 
     def turns(self, positions: Tensor) -> Turns:
-        """See `DraftHead`. float32."""
+        """float32."""
         rotary = self.rotary_emb.rotary if isinstance(self.rotary_emb, RotaryTable) else self.rotary_emb
         cos, sin = rotary(torch.empty(0, device=positions.device), positions[:, None])
         return Turns(cos[0], sin[0])
 
     def forward(self, embeds: Tensor, hidden: Tensor, turns: Turns, batch: Batch | None = None) -> Tensor:
-        """See `DraftHead`."""
         both = torch.cat([self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)], dim=-1)
         rows = self.fc(both)[None]
         if isinstance(self.rotary_emb, RotaryTable):
@@ -61,10 +60,8 @@ class MtpHead(DraftHead):
         return output
 
     def joined(self, states: Sequence[Tensor]) -> Tensor:
-        """See `DraftHead`."""
         return states[0]
 
     def draft(self, rows: Tensor) -> Tensor:
-        """See `DraftHead`."""
         best: Tensor = self.lm_head(rows).argmax(dim=-1)
         return best

@@ -6,6 +6,7 @@ the same order. Steps go from rank 0 to each worker over a socket. This module d
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,10 +36,8 @@ _TIMEOUT = timedelta(minutes=2)
 # How long a rank that failed waits for the others to fail alike.
 _ANSWER = timedelta(seconds=30)
 
-# A serialised step: int64 numbers, first `num_decodes` and the size of each part, then the parts.
-_PARTS = 15
-_HEADER = 1 + _PARTS
-_DIGEST_NUMBERS = 4  # int64 numbers of an adapter's 32-byte digest
+# Arrays of a packed batch, int64, in the order in which they are sent.
+_ARRAYS = ("ids", "positions", "slots", "media_rows", "logit_rows", "unread_rows")
 
 log = structlog.get_logger()
 
@@ -131,61 +130,40 @@ class WorkerRanks:
 
 
 def to_bytes(packed: Packed) -> bytes:
-    """A packed batch, to be sent to a worker."""
-    contexts, adapted = packed.contexts, packed.adapted
-    parts = [
-        packed.ids,
-        packed.positions.ravel(),
-        packed.slots,
-        packed.media_rows,
-        packed.unread_rows,
-        packed.logit_rows,
-        np.array([each.start for each in contexts], np.int64),
-        np.array([each.end for each in contexts], np.int64),
-        np.array([len(each.blocks) for each in contexts], np.int64),
-        np.concatenate([np.asarray(each.blocks, np.int64) for each in contexts]),
-        np.array([each.start for each in adapted], np.int64),
-        np.array([each.end for each in adapted], np.int64),
-        np.frombuffer(b"".join(each.digest for each in adapted), np.int64),
-        np.array([[each.read, each.write] for each in packed.states], np.int64).ravel(),
-        np.array([(n, *save) for n, each in enumerate(packed.states) for save in each.saves], np.int64).ravel(),
-    ]
-    assert len(parts) == _PARTS
-    header = np.array([packed.num_decodes, *(part.size for part in parts)], np.int64)
-    return np.concatenate([header, *parts]).tobytes()
+    """A packed batch, to be sent to a worker: a line of JSON, then its arrays and the blocks of all contexts."""
+    arrays = [getattr(packed, name) for name in _ARRAYS]
+    header = {
+        "sizes": [each.size for each in arrays],
+        "contexts": [(each.start, each.end, len(each.blocks)) for each in packed.contexts],
+        "num_decodes": packed.num_decodes,
+        "adapted": [(each.digest.hex(), each.start, each.end) for each in packed.adapted],
+        "states": packed.states,
+    }
+    blocks = [np.asarray(each.blocks, np.int64) for each in packed.contexts]
+    numbers = np.concatenate([*(each.ravel() for each in arrays), *blocks])
+    return json.dumps(header, default=int).encode() + b"\n" + numbers.tobytes()
 
 
 def from_bytes(data: bytes) -> Packed:
     """The packed batch that `to_bytes` serialised."""
-    numbers = np.frombuffer(data, np.int64)
-    num_decodes, *sizes = numbers[:_HEADER].tolist()
+    begin = data.index(b"\n") + 1
+    header = json.loads(data[:begin])
     # Copied: torch requires writable arrays.
-    parts = (
-        numbers[_HEADER + end - size : _HEADER + end].copy() for size, end in zip(sizes, accumulate(sizes), strict=True)
-    )
-    ids, positions, slots, media_rows, unread_rows, logit_rows, *parts_of_chunks = parts
-    starts, ends, counts, blocks, firsts, lasts, digests, states, saves = parts_of_chunks
-    saved: dict[int, list[tuple[int, int]]] = {}
-    for chunk, tokens, slot in saves.reshape(-1, 3).tolist():
-        saved.setdefault(chunk, []).append((tokens, slot))
-    each = zip(starts.tolist(), ends.tolist(), counts.tolist(), accumulate(counts.tolist()), strict=True)
+    numbers = np.frombuffer(data, np.int64, offset=begin).copy()
+    *arrays, blocks = np.split(numbers, np.cumsum(header["sizes"]))
+    named = dict(zip(_ARRAYS, arrays, strict=True))
+    named["positions"] = named["positions"].reshape(3, -1)
+    ends = accumulate(count for _, _, count in header["contexts"])
     return Packed(
-        contexts=tuple(Context(start, end, blocks[last - count : last]) for start, end, count, last in each),
-        num_decodes=num_decodes,
-        ids=ids,
-        positions=positions.reshape(3, -1),
-        slots=slots,
-        media_rows=media_rows,
-        unread_rows=unread_rows,
-        logit_rows=logit_rows,
-        adapted=tuple(
-            AdaptedRows(digest.tobytes(), start, end)
-            for start, end, digest in zip(
-                firsts.tolist(), lasts.tolist(), digests.reshape(-1, _DIGEST_NUMBERS), strict=True
-            )
+        contexts=tuple(
+            Context(start, end, blocks[last - count : last])
+            for (start, end, count), last in zip(header["contexts"], ends, strict=True)
         ),
+        num_decodes=header["num_decodes"],
+        adapted=tuple(AdaptedRows(bytes.fromhex(digest), *rows) for digest, *rows in header["adapted"]),
         states=tuple(
-            StateUse(read, write, tuple(saved.get(chunk, ())))
-            for chunk, (read, write) in enumerate(states.reshape(-1, 2).tolist())
+            StateUse(read, write, tuple((tokens, slot) for tokens, slot in saves))
+            for read, write, saves in header["states"]
         ),
+        **named,
     )

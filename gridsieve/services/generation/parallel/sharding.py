@@ -26,10 +26,9 @@ from gridsieve.services.generation.parallel.group import Group
 
 # transformers' style of a weight whose halves are the gate and up.
 PACKED = "packed_colwise"
-# Styles of layers of which a rank has some rows, but whose outputs are put together. So are recurrent layers' inputs,
-# since every rank keeps the whole state.
+# The style of layers of which a rank has some rows, but whose outputs are put together. So are recurrent layers'
+# inputs, since every rank keeps the whole state.
 WHOLE_OUTPUT = "colwise_gather_output"
-_GATHERED = (WHOLE_OUTPUT, "colwise_rep")
 # torch's grouped matrix products require rows aligned to 16 bytes; this many columns are, in every dtype.
 _EXPERT_COLUMNS = 8
 
@@ -98,7 +97,7 @@ def shard(module: nn.Module, plan: Mapping[str, str], group: Group) -> dict[str,
     """
     apply_tensor_parallelism(module, group.mesh, dict(plan))
     for name, layer in module.named_modules():
-        if plan.get(name) in _GATHERED:
+        if plan.get(name) == WHOLE_OUTPUT:
             layer.output_is_whole = True
         elif plan.get(name) == PACKED and isinstance(layer, nn.Linear):
             layer.packed = True  # type: ignore[assignment]  # for `startup.adapters`

@@ -52,7 +52,7 @@ class EncodedMediaCache:
         encoded = self._by_key.get(key)
         return encoded if encoded and encoded.last_rows is not None else None
 
-    def add(self, key: bytes, item: MediaItem) -> EncodedMedia:
+    def store(self, key: bytes, item: MediaItem) -> EncodedMedia:
         """The encoding of an item, or of its first parts: the cached one if it has the same name, else a new id."""
         encoded = self._by_key.get(key)
         if encoded is None or encoded.digest != item.digest:

@@ -82,7 +82,8 @@ def question(plan: PromptPlan, session: Session, ends: Collection[int], transien
         first, before = _last_of(plan.input_ids, ends, 2), _before(session, ends)
     else:
         first = 0
-    return _cut(plan, first, plan.tokens, session, before, (), None, keeps_answer=True, transient=transient)
+    shift = _shift(plan, first, session, before)
+    return _cut(plan, first, plan.tokens, session, before, (), shift, keeps_answer=True, transient=transient)
 
 
 def told(plan: PromptPlan, session: Session, ends: Collection[int]) -> Segment:
@@ -94,7 +95,7 @@ def told(plan: PromptPlan, session: Session, ends: Collection[int]) -> Segment:
     first = _slice_rows(plan, plan.media[-1].grid.t - 1)[1] if plan.media else 0
     if not plan.media and session.held:
         first = _last_of(plan.input_ids, ends, 4)
-    return _cut(plan, first, _last_of(plan.input_ids, ends, 2), session, (), (), None)
+    return _cut(plan, first, _last_of(plan.input_ids, ends, 2), session, (), (), _shift(plan, first, session, ()))
 
 
 def _slice(
@@ -107,14 +108,14 @@ def _slice(
     shift: Int32Array | None = None,
 ) -> SliceSegment:
     begin, end = _slice_rows(plan, number)
+    shift = _shift(plan, first, session, before) if shift is None else shift
     segment = _cut(plan, first, end, session, before, (item,) if item else (), shift)
     grid, size = plan.media[-1].grid, plan.media[-1].grid.slice_tokens
     kept = np.arange(grid.tokens if item else 0, dtype=np.int32)
     if item and item.kept is not None:
         kept = item.kept
     own = kept[(kept >= number * size) & (kept < (number + 1) * size)] - np.int32(number * size)
-    moved = _shift(plan, first, session, before) if shift is None else shift
-    return SliceSegment(segment, Grid(1, grid.h, grid.w), own, plan.positions[:, begin] + moved)
+    return SliceSegment(segment, Grid(1, grid.h, grid.w), own, plan.positions[:, begin] + shift)
 
 
 def _cut(
@@ -124,15 +125,14 @@ def _cut(
     session: Session,
     before: tuple[int, ...],
     items: Sequence[MediaItem],
-    shift: Int32Array | None,
+    shift: Int32Array,
     *,
     keeps_answer: bool = False,
     transient: bool = False,
 ) -> Segment:
     """What is kept of rows [first, end) of a plan, after the tokens `before`.
 
-    items: of its media; the others keep nothing. shift: int32 [3], between the plan's positions and the session's;
-        None: the first row is text, which continues the session's.
+    items: of its media; the others keep nothing. shift: int32 [3], between the plan's positions and the session's.
     """
     stays, is_media = np.ones(plan.tokens, np.bool_), np.zeros(plan.tokens, np.bool_)
     embeds = []
@@ -144,12 +144,11 @@ def _cut(
         stays[kept] = is_media[kept] = True
         embeds.append(item.embeds[:, torch.from_numpy((kept >= first) & (kept < end))])
     taken = first + np.flatnonzero(stays[first:end])
-    moved = _shift(plan, first, session, before) if shift is None else shift
     places = session.next_position + np.arange(len(before), dtype=np.int32)
     return Segment(
         np.concatenate([np.array(before, np.int32), plan.input_ids[taken]]),
-        np.concatenate([np.tile(places, (3, 1)), plan.positions[:, taken] + moved[:, None]], axis=1).astype(np.int32),
-        max(session.next_position, int((plan.positions[:, first:end] + moved[:, None]).max()) + 1),
+        np.concatenate([np.tile(places, (3, 1)), plan.positions[:, taken] + shift[:, None]], axis=1).astype(np.int32),
+        max(session.next_position, int((plan.positions[:, first:end] + shift[:, None]).max()) + 1),
         _runs(is_media[taken], len(before)),
         torch.cat(embeds, dim=1) if embeds else None,
         keeps_answer,
@@ -158,6 +157,7 @@ def _cut(
 
 
 def _shift(plan: PromptPlan, first: int, session: Session, before: tuple[int, ...]) -> Int32Array:
+    """With which row `first`, of text, continues the session's rows and `before`."""
     start = session.next_position + len(before)
     return np.full(3, start - int(plan.positions[0, first]), np.int32)
 

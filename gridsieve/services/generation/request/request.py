@@ -20,10 +20,8 @@ from gridsieve.common.contract.errors import GridsieveError
 from gridsieve.common.contract.plan import salted
 from gridsieve.services.generation.memory.blocks import ROOT
 from gridsieve.services.generation.memory.holding import Holding
-from gridsieve.services.generation.memory.lease import Borrowed
 from gridsieve.services.generation.request.encoded_media import EncodedMedia, MediaItem
 from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
-from gridsieve.services.generation.request.session import Session
 from gridsieve.services.generation.sampling.detokenizer import Detokenizer
 from gridsieve.services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState
 
@@ -133,7 +131,7 @@ class Request:
         and not in the engine's thread.
     adapter: None to compute with the model alone.
     cache_salt: sequences of other salts share no blocks with it; empty: none.
-    session: whose rows the prompt begins with, and whose lease it borrows; None: it has blocks of its own.
+    holding: what it holds in memory, which `Memory` alone changes; None: nothing yet, and blocks of its own later.
     """
 
     def __init__(
@@ -146,10 +144,9 @@ class Request:
         on_event: Callable[[Event], None],
         adapter: Adapter | None = None,
         cache_salt: str = "",
-        session: Session | None = None,
+        holding: Holding | None = None,
     ) -> None:
         self.id = id
-        self.session = session
         self.adapter = adapter
         self.cache_salt = cache_salt
         self.prompt = prompt
@@ -167,10 +164,7 @@ class Request:
         self.status = Status.NEW
         self.since_ns = 0  # when it got its status, on the monotonic clock
         self.arrival = -1  # assigned by the engine in the order of submission
-        # What it holds in memory, which `Memory` alone changes.
-        self.holding: Holding = (
-            Borrowed(session.lease, session.held) if session else Holding(_root(adapter, cache_salt))
-        )
+        self.holding = holding or Holding(_root(adapter, cache_salt))
         self.draft_tokens = self.accepted_draft_tokens = 0
         self.accepted_per_step: float | None = None  # a moving average of the steps in which it had draft tokens
         self.prefill_announced = False
@@ -264,7 +258,7 @@ class Request:
         text, stopped = "", False
         if self.detokenizer is not None:
             if not ended:
-                text, stopped = self.detokenizer.add([token_id])
+                text, stopped = self.detokenizer.decode([token_id])
             if (ended or full) and not stopped:
                 text += self.detokenizer.flush()
         logprobs = () if sampled.logprob is None else (sampled.logprob,)
@@ -296,10 +290,6 @@ class Request:
         assert status in TRANSITIONS[self.status], f"{self} cannot become {status.value}"
         self.status = status
         self.since_ns = monotonic_ns()
-
-    def end(self) -> bool:
-        """Gives its session, if it has one, what stays of it. Returns whether anything stays."""
-        return self.session is not None and self.session.end(self.holding.num_computed_tokens, self.output_ids)
 
 
 def _root(adapter: Adapter | None, cache_salt: str) -> int:

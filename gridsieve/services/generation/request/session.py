@@ -31,7 +31,7 @@ from gridsieve.common.contract.plan import (
     PromptPlan,
     Run,
 )
-from gridsieve.services.generation.memory.lease import Lease
+from gridsieve.services.generation.memory.lease import Borrowed, Lease
 from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
 
 
@@ -98,11 +98,6 @@ class Session:
     def held(self) -> int:
         return self.ids.size
 
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks it needs."""
-        return self.lease.num_blocks
-
     def evict(self, rows: int = 0, before: int = 0) -> int:
         """Evicts the segments below number `before`, and older ones until `rows` more fit into the window.
 
@@ -148,6 +143,10 @@ class Session:
             prompt.deliver(0, None, encoded_id=1)
         self._computing = segment, prompt
         return prompt
+
+    def borrowed(self) -> Borrowed:
+        """What the request of the segment holds."""
+        return Borrowed(self.lease, self.held, self.end)
 
     def end(self, computed: int, output_ids: Sequence[int]) -> bool:
         """Takes what stays of the segment whose request has ended, after so many computed tokens.

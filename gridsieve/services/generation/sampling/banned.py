@@ -43,7 +43,7 @@ class Banned:
         self._recent: list[int] = []  # the answer's last tokens, as many as the longest word needs
         self._num_tokens = 0
 
-    def add(self, token_id: int) -> None:
+    def accept_token(self, token_id: int) -> None:
         """Takes a token of the answer."""
         self._num_tokens += 1
         self._recent = [*self._recent, token_id][-self._num_recent :] if self._num_recent else []

@@ -2,24 +2,18 @@
 
 An unsupported field that would change answers is a startup error instead of being ignored. Missing fields are neutral:
 library defaults that `generate` would fill in (top_k = 50) do not come from the checkpoint.
-Source: transformers.GenerationConfig; HONOURED, NEUTRAL and a list in the tests together contain all of its fields.
+Source: transformers.GenerationConfig, of which every field is read here, in NEUTRAL, or listed in the tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.fields import Fields
 
 FILE = "generation_config.json"
-
-HONOURED = frozenset(
-    ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "eos_token_id")
-)
 
 # Unsupported fields that change answers, and the values with which they change nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -84,7 +78,7 @@ def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
         raise given.refusal("do_sample", "true or false")
     temperature = given.number("temperature", 1.0, lambda value: value >= 0, "at least 0")
     return SamplingDefaults(
-        vocab_size=_vocab_size(checkpoint.text_config or checkpoint.config),
+        vocab_size=(checkpoint.text_config or checkpoint.config).whole("vocab_size"),
         temperature=temperature if sampled else 0.0,
         top_p=given.number("top_p", 1.0, lambda value: 0 < value <= 1, "above 0 and at most 1"),
         top_k=given.whole("top_k", 0, least=0),
@@ -93,13 +87,6 @@ def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
         max_new_tokens=given.whole("max_new_tokens") if "max_new_tokens" in given else None,
         eos_ids=_eos_ids(given, checkpoint.config, checkpoint.text_config),
     )
-
-
-def _vocab_size(config: Mapping[str, Any]) -> int:
-    size = config.get("vocab_size")
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise StartupError(f"config.json: vocab_size must be at least 1, got {size!r}")
-    return size
 
 
 def _eos_ids(*files: Fields) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ class Detokenizer:
         self._decoded = 0  # characters of the window's text that were released or held
         self._held = ""
 
-    def add(self, token_ids: Sequence[int]) -> tuple[str, bool]:
+    def decode(self, token_ids: Sequence[int]) -> tuple[str, bool]:
         """Returns the text that tokens complete, possibly empty, and whether a stop string ended the answer.
 
         token_ids: one token at a time where there are stop strings, so that the answer ends with the right one.

@@ -56,7 +56,7 @@ class Penalties:
         """How often each of `token_ids` occurs in the answer: float32 [S]."""
         return self._counts[: len(self._places)]
 
-    def add(self, token_id: int) -> None:
+    def count(self, token_id: int) -> None:
         """Counts a token of the answer."""
         place = self._places.setdefault(token_id, len(self._places))
         if place == self._counts.size:

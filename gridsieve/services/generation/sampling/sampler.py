@@ -28,7 +28,7 @@ from gridsieve.services.generation.sampling.banned import Banned, Spelling
 from gridsieve.services.generation.sampling.bias import Bias, add_bias
 from gridsieve.services.generation.sampling.penalties import Penalties, penalise
 from gridsieve.services.generation.sampling.structured import DocumentState, Grammar, forbid
-from gridsieve.services.generation.sampling.truncation import floors
+from gridsieve.services.generation.sampling.truncation import column, floors
 
 # The bias that forbids a token, as OpenAI's API defines it.
 _FORBIDS = -100
@@ -95,7 +95,7 @@ class SampledToken:
 class SamplingState:
     """The state of one answer's sampling: random numbers, tokens that its rules depend on, place in its document.
 
-    Only `add` changes what is sampled next.
+    Only `accept_token` changes what is sampled next.
     """
 
     def __init__(self, params: SamplingParams, prompt_ids: Int32Array) -> None:
@@ -130,17 +130,17 @@ class SamplingState:
         other.document = self.document and self.document.copy()
         return other
 
-    def add(self, token_id: int) -> None:
-        """Counts a token of the answer."""
+    def accept_token(self, token_id: int) -> None:
+        """Takes a token of the answer."""
         self._num_tokens += 1
         if self._free:
             return
         if self.penalties:
-            self.penalties.add(token_id)
+            self.penalties.count(token_id)
         if self.banned:
-            self.banned.add(token_id)
+            self.banned.accept_token(token_id)
         if self.document:
-            self.document.add(token_id)
+            self.document.accept_token(token_id)
 
     def draw(self) -> float:
         """The number of the answer's generator for its next token, uniform in [0, 1)."""
@@ -196,7 +196,7 @@ def sample_and_verify(
     for index, state in enumerate(states):
         if index not in errors:
             for token in sampled[index]:
-                state.add(token.token_id)
+                state.accept_token(token.token_id)
     return [errors.get(index, tokens) for index, tokens in enumerate(sampled)]
 
 
@@ -232,7 +232,7 @@ class SampledBatch:
         sampled = list(map(SampledToken, token_ids))
         for row, state in self.states.items():
             try:
-                state.add(token_ids[row])
+                state.accept_token(token_ids[row])
             except Exception as error:
                 self.errors[row] = error
         if logprobs:
@@ -274,9 +274,9 @@ def truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     # Shifting the maximum to 0 first keeps it finite at any temperature.
     best = scores.amax(dim=-1, keepdim=True)
     coldest = torch.finfo(torch.float32).tiny
-    scores = (scores - best).div_(_column([max(each.temperature, coldest) for each in params], scores))
+    scores = (scores - best).div_(column([max(each.temperature, coldest) for each in params], scores, np.float32))
     lowest = floors(scores, [each.top_k for each in params], [each.top_p for each in params])
-    min_ps = _column([math.log(each.min_p) if each.min_p else -math.inf for each in params], scores)
+    min_ps = column([math.log(each.min_p) if each.min_p else -math.inf for each in params], scores, np.float32)
     return scores.masked_fill_(scores < lowest.maximum(min_ps), -torch.inf)
 
 
@@ -307,7 +307,7 @@ def _draw(scores: Tensor, states: Sequence[SamplingState]) -> Tensor:
     odds = truncate(scores, [state.params for state in states]).exp()
     cumulative = odds.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    numbers = _column([state.draw() for state in states], scores, np.float64)
+    numbers = column([state.draw() for state in states], scores, np.float64)
     # Strictly below the total even after rounding: a token of probability 0 is never drawn.
     wanted = torch.minimum(numbers * total, torch.nextafter(total, torch.zeros_like(total)))
     chosen = torch.searchsorted(cumulative, wanted, right=True)[:, 0]
@@ -328,10 +328,6 @@ def _most_likely(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     keys = (ordered << 32) + torch.arange(size - 1, -1, -1, device=logprobs.device)
     ids = size - 1 - (keys.topk(min(count, size), dim=-1).values & 0xFFFFFFFF)
     return ids, logprobs.gather(-1, ids)
-
-
-def _column(values: Sequence[float], like: Tensor, dtype: type[np.generic] = np.float32) -> Tensor:
-    return to_device(np.array(values, dtype), like.device)[:, None]
 
 
 def _indices(rows: Sequence[int], like: Tensor) -> Tensor:

@@ -46,7 +46,6 @@ _LITERAL = ("const", "enum", "default", "examples", "required")
 class Grammar:
     """A compiled schema, for any number of answers. matcher: at the beginning of an answer."""
 
-    tokenizer: LLTokenizer = field(repr=False)
     matcher: LLMatcher = field(repr=False)
 
 
@@ -90,7 +89,7 @@ class Grammars:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise InvalidRequest(f"cannot be held: {_reason(matcher.get_error())}", field=name)
-        return Grammar(self._tokenizer, matcher)
+        return Grammar(matcher)
 
     def _arguments(self, tool: Tool) -> dict[str, Any]:
         """The schema of a tool's arguments, which are an object whatever else it says."""
@@ -217,7 +216,7 @@ class DocumentState:
         """How many of these tokens, one after another, it allows."""
         return int(self.matcher.validate_tokens(list(token_ids)))
 
-    def add(self, token_id: int) -> None:
+    def accept_token(self, token_id: int) -> None:
         """Takes a token that is allowed. Raises ValueError for any other."""
         if not self.matcher.consume_token(token_id):
             raise ValueError(f"the grammar does not allow token {token_id}: {self.matcher.get_error()}")

@@ -123,7 +123,7 @@ class CallReader:
         self._blanks: list[str] = []  # after the text that was shown; not text if a call follows
         self._enter(_Place.TEXT)
 
-    def add(self, text: str) -> tuple[str, list[CallDelta]]:
+    def read(self, text: str) -> tuple[str, list[CallDelta]]:
         """The text and the parts of calls that are certain now."""
         shown: list[str] = []
         deltas: list[CallDelta] = []

@@ -67,10 +67,10 @@ def _ranked(scores: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> T
     size = scores.shape[-1]
     among = min(size, max(top_ks) or _RANKED)
     ranked = scores.topk(among, dim=-1).values  # [B, among]
-    places = _column([(top_k or size) - 1 for top_k in top_ks], scores, np.int64)
+    places = column([(top_k or size) - 1 for top_k in top_ks], scores, np.int64)
     least = ranked.gather(-1, places.clamp(max=among - 1)).masked_fill(places >= size - 1, -torch.inf)
     kept = scores.masked_fill(scores < least, -torch.inf)
-    shares = _column(top_ps, scores, np.float64)
+    shares = column(top_ps, scores, np.float64)
     wanted = shares * kept.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
     held = ranked.masked_fill(ranked < least, -torch.inf).exp().cumsum(dim=-1, dtype=torch.float64)
     last = (held < wanted).sum(dim=-1, keepdim=True)
@@ -84,12 +84,12 @@ def _searched(scores: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) ->
     """The floors of any rows, of which nothing is sorted."""
     size = scores.shape[-1]
     keys = scores.abs().view(torch.int32)
-    shares = _column(top_ps, scores, np.float64)
+    shares = column(top_ps, scores, np.float64)
     counts = [top_k if 0 < top_k < size else size for top_k in top_ks]
     furthest: Tensor | None = None
     if min(counts) < size:
         ones = torch.ones_like(keys[:, :1], dtype=torch.int64).expand_as(keys)
-        furthest = _reached(keys, ones, _column(counts, scores, np.int64))
+        furthest = _reached(keys, ones, column(counts, scores, np.int64))
     weights = _weights(scores, keys, furthest)
     nucleus = _reached(keys, weights, (shares * weights.sum(dim=-1, keepdim=True)).ceil().long())
     if furthest is not None:
@@ -125,5 +125,6 @@ def _reached(keys: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
     return found
 
 
-def _column(values: Sequence[float], like: Tensor, dtype: type[np.generic]) -> Tensor:
+def column(values: Sequence[float], like: Tensor, dtype: type[np.generic]) -> Tensor:
+    """[B, 1], on the device of `like`."""
     return to_device(np.array(values, dtype), like.device)[:, None]

@@ -47,7 +47,7 @@ def load_adapters(folders: Sequence[AdapterFolder], model: LanguageModel, group:
             for name, addition in files.text.additions(layers, model.dtype).items()
         }
         adapter = Adapter(files.folder.name, files.digest, in_tower=bool(files.tower.sides))
-        model.adapters.add(adapter, model.text, additions)
+        model.adapters.attach(adapter, model.text, additions)
         digests.append(files.digest)
         ranks = sorted({addition.down.shape[0] for addition in additions.values()})
         facts = {"adapter": adapter.name, "digest": adapter.digest.hex()[:12], "path": str(files.folder.path)}

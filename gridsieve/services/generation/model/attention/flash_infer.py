@@ -85,7 +85,7 @@ class Kernels(Protocol):
 
 
 class FlashInferCache:
-    """Keys and values of every layer: [blocks, block_tokens, kv_heads, head_dim] each."""
+    """Implements `CapturedCache`. Keys and values of every layer: [blocks, block_tokens, kv_heads, head_dim] each."""
 
     captures = True
 
@@ -99,23 +99,20 @@ class FlashInferCache:
         self._decoders: dict[int, Kernel] = {}
 
     def ahead(self, contexts: Sequence[Context], count: int) -> None:
-        """Implements `PagedCache.ahead`: it reads blocks in place."""
+        """None: it reads blocks in place."""
 
     def batch(self, packed: Packed) -> FlashInferBatch:
-        """Implements `PagedCache.batch`."""
         kernel = next(self._turns)
         kernel.plan(plan_blocks(packed.contexts, self.sizes.block_tokens))
         return FlashInferBatch(self, to_device(packed.slots, self.keys[0].device), kernel)
 
     def plan_decode(self, contexts: Sequence[Context], max_blocks: int) -> None:
-        """Implements `CapturedCache.plan_decode`."""
         rows = len(contexts)
         if rows not in self._decoders:
             self._decoders[rows] = self._kernels.decode(rows, rows * max_blocks)
         self._decoders[rows].plan(plan_blocks(contexts, self.sizes.block_tokens))
 
     def decode_batch(self, table: Tensor, lengths: Tensor) -> FlashInferBatch:
-        """Implements `CapturedCache.decode_batch`."""
         return FlashInferBatch(self, last_slots(table, lengths, self.sizes.block_tokens), self._decoders[len(lengths)])
 
 
@@ -128,7 +125,6 @@ class FlashInferBatch:
     kernel: Kernel
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Implements `Batch.attend`."""
         assert math.isclose(scaling, query.shape[2] ** -0.5), "kernels are planned with the usual scale"
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         write(keys.flatten(0, 1), 0, self.new_slots, key.transpose(0, 1))
@@ -184,12 +180,11 @@ class FlashInferKernels:
         self._blocks = like.new_zeros(0, dtype=torch.int32)
 
     def prefill(self) -> Kernel:
-        """Implements `Kernels.prefill`."""
         wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=self._backend)
         return _Planned(wrapper, self._sizes, self._like, is_prefill=True)
 
     def decode(self, rows: int, max_blocks: int) -> Kernel:
-        """Implements `Kernels.decode`. Kernels share the list of blocks of the one before, if it is long enough."""
+        """Kernels share the list of blocks of the one before, if it is long enough."""
         if self._blocks.numel() < max_blocks:
             self._blocks = self._like.new_zeros(max_blocks, dtype=torch.int32)
         sizes = self._sizes

@@ -54,7 +54,9 @@ Slots: TypeAlias = slice | Tensor
 
 
 class SdpaCache:
-    """Keys and values of every layer: [kv_heads, slots, head_dim] each; a block is `block_tokens` adjacent slots."""
+    """Implements `PagedCache`. Keys and values of every layer: [kv_heads, slots, head_dim] each; a block is
+    `block_tokens` adjacent slots.
+    """
 
     captures = False
 
@@ -65,7 +67,6 @@ class SdpaCache:
         self.values = list(like.new_zeros(shape, dtype=sizes.dtype(like)).unbind())
 
     def batch(self, packed: Packed) -> SdpaBatch:
-        """Implements `PagedCache.batch`."""
         views, short = list[ChunkView](), defaultdict[int, list[tuple[int, Context]]](list)
         at = packed.num_decodes
         for each in packed.contexts[packed.num_decodes :]:
@@ -89,7 +90,7 @@ class SdpaCache:
         return SdpaBatch(self, new_slots, tuple(_decodes(self, decodes)), tuple(together), tuple(views))
 
     def ahead(self, contexts: Sequence[Context], count: int) -> Ahead | None:
-        """Implements `PagedCache.ahead`, unless what it would gather is too large."""
+        """None if what it would gather is too large."""
         lengths = [each.start for each in contexts]
         longest = max(lengths)
         if len(lengths) * longest > MAX_GATHERED_TOKENS:
@@ -171,7 +172,6 @@ class SdpaBatch:
     chunks: tuple[ChunkView, ...]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Implements `Batch.attend`."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         write(keys, 1, self.new_slots, key)
         write(values, 1, self.new_slots, value)
@@ -216,7 +216,6 @@ class Ahead:
     end: int
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Implements `Batch.attend`."""
         self.keys[:, :, self.end], self.values[:, :, self.end] = key.transpose(0, 1), value.transpose(0, 1)
         self.end += 1
         attended = F.scaled_dot_product_attention(
