@@ -139,6 +139,14 @@ class Tower:
         arranged = self.arrange is not None and not plan.brings_embeds
         return self.arrange(plan) if arranged else Arrangement(plan.grid.slice_tokens)  # type: ignore[misc]
 
+    def embeds_bytes(self, tokens: int) -> int:
+        """Bytes of the embeddings of `tokens` tokens, all levels."""
+        return (1 + self.embed_levels) * tokens * self.embed_dim * self.dtype.itemsize
+
+    def room_for(self, tokens: int) -> Tensor:
+        """Uninitialised embeddings, (1 + embed_levels, tokens, embed_dim)."""
+        return torch.empty(1 + self.embed_levels, tokens, self.embed_dim, dtype=self.dtype, device=self.device)
+
     def encode(self, slices: Sequence[Frames], adapter: bytes = b"") -> list[Tensor]:
         """Embeddings of each slice, (1 + embed_levels, h·w, embed_dim) on the tower's device, from one forward.
 
