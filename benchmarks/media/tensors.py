@@ -48,9 +48,10 @@ def ours_in_patches(frames: NDArray[np.uint8]) -> list[Any]:
     """One uint8 (patches, values) per slice: the input of the encoder's tower."""
     import torch
 
+    from gridsieve.services.encoder.tower.packing import TowerShape
     from gridsieve.services.encoder.tower.patches import PatchShape, patchify
 
-    shape = PatchShape(PATCH_PX, MERGE, TEMPORAL_PATCH)
+    shape = PatchShape(PATCH_PX, TowerShape(MERGE), TEMPORAL_PATCH)
     return [patchify(torch.from_numpy(pixels), shape) for pixels in ours(frames)]
 
 

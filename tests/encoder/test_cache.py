@@ -26,6 +26,7 @@ from gridsieve.services.encoder.items.cache_entry import CacheEntry, StageTimes
 from gridsieve.services.encoder.items.decoded_slices import FrameSlice
 from gridsieve.services.encoder.items.pending_entry import PendingEntry
 from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.encoder.tower.packing import TowerShape
 from gridsieve.services.encoder.tower.patches import PatchShape
 from gridsieve.services.encoder.tower.tower import Tower, TowerSizes
 from gridsieve.v1.preprocessing_pb2 import PreprocessResponse
@@ -40,11 +41,11 @@ from tests.encoder.encoder_service import (
     running,
     tower_embeds,
 )
-from tests.encoder.gated_tower import TIMEOUT_S, GatedTower
+from tests.encoder.gated_tower import TIMEOUT_S, GatedTower, limit_of
 
 TOWER = Tower(
     forward=lambda patches, grids: patches,
-    patches=PatchShape(patch_px=1, merge=1, temporal_patch=1),
+    patches=PatchShape(1, TowerShape(1)),
     embed_dim=2,
     embed_levels=1,
     dtype=torch.float32,
@@ -113,7 +114,7 @@ def gated() -> GatedTower:
 @pytest.fixture
 def batcher(gated: GatedTower) -> Iterator[Batcher]:
     """One slice per forward."""
-    batcher = Batcher(gated.encode, budget_tokens=SLICE_TOKENS)
+    batcher = Batcher(gated.encode, limit_of(SLICE_TOKENS))
     batcher.start()
     yield batcher
     gated.open()
@@ -165,7 +166,7 @@ class NaiveCache:
 async def test_the_cache_keeps_what_a_naive_lru_cache_keeps(
     slices: int, steps: list[int | str], data: st.DataObject
 ) -> None:
-    batcher = Batcher(lambda slices, adapter: [], budget_tokens=64)
+    batcher = Batcher(lambda slices, adapter: [], limit_of(64))
     batcher.start()
     cache = EmbedsCache(TOWER, batcher, ByteSemaphore(1000 * SLICE_BYTES), slices * KEPT_SLICE_BYTES)
     naive = NaiveCache(cache.size_bytes)

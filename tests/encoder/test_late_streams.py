@@ -33,7 +33,7 @@ from gridsieve.services.encoder.tower.tower import ModelForward, Tower, TowerSiz
 from tests.encoder.late_streams import CUDA, LateDevice, LateGroup, late_streams
 
 MOST_TOKENS = 100
-SHAPE = PatchShape(patch_px=2, merge=1, temporal_patch=2)
+SHAPE = PatchShape(2, TowerShape(1), temporal_patch=2)
 
 
 def embed(patches: Tensor, sides: Sequence[Side] = ()) -> Tensor:
@@ -169,7 +169,7 @@ async def test_embeddings_that_a_prompt_brings_are_converted_before_they_are_rea
 
     monkeypatch.setattr(asyncio, "to_thread", here)
     plan = MediaPlan(Modality.IMAGE, Grid(1, 2, 3), (Run(0, 6),), FrameShape(), None, (), bytes(32))
-    batcher: Any = SimpleNamespace(budget_tokens=MOST_TOKENS, ending_on_device_errors=nullcontext)
+    batcher: Any = SimpleNamespace(ending_on_device_errors=nullcontext)
     embeds = torch.arange(18.0, dtype=torch.bfloat16).view(1, 6, 3)
     entry = await EmbedsCache(TOWER, batcher, ByteSemaphore(2**20), 0).bring(plan, embeds)
     (found,) = begin_reading([entry.embeds]).wait()

@@ -29,6 +29,7 @@ from gridsieve.services.encoder.pruning.ranking import SCORE_STEP
 from gridsieve.services.encoder.startup.build import compile_tower
 from gridsieve.services.encoder.tower.graphs import with_graphs
 from gridsieve.services.encoder.tower.loading import load_tower
+from gridsieve.services.encoder.tower.parallel.tower import packing_of
 from gridsieve.services.encoder.tower.patches import KeptFrames
 from tests import nemotron
 from tests.encoder.tower_recorder import Recorder, load_packed
@@ -106,7 +107,7 @@ def test_the_last_frame_of_an_odd_video_is_repeated_and_is_no_picture(folder: Pa
     expected = torch.cat(tower.encode([frames[:2], frames[2:].expand(2, -1, -1, -1)]), dim=1)
 
     async def encoded() -> Tensor:
-        batcher = Batcher(tower.encode, 100)
+        batcher = Batcher(tower.encode, packing_of(tower, 100))
         batcher.start()
         pending = PendingEntry(b"", b"", plan, tower, batcher, ByteSemaphore(2**20))
         await pending.reserve()

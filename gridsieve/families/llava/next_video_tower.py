@@ -23,8 +23,8 @@ from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.plan import MediaPlan, Modality
 from gridsieve.families.llava.anyres import AnyRes
 from gridsieve.families.llava.tiled_tower import check_frames, tiled
-from gridsieve.services.encoder.tower.projected import load_projected
-from gridsieve.services.encoder.tower.tiles import check_plan
+from gridsieve.families.parts.projected import load_projected
+from gridsieve.families.parts.tiles import check_plan
 from gridsieve.services.encoder.tower.tower import Arrangement, Tower
 from gridsieve.services.encoder.tower.vision_model import RunOptions
 

@@ -13,7 +13,7 @@ from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalPro
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.services.encoder.tower.projected import load_projected
+from gridsieve.families.parts.projected import load_projected
 from gridsieve.services.encoder.tower.tower import Tower
 from gridsieve.services.encoder.tower.vision_model import RunOptions
 

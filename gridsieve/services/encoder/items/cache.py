@@ -8,8 +8,8 @@ Slices are found by content, too: a new entry copies those that a cached one has
 they show. Entries share no memory.
 
 A pending entry belongs to the requested items that wait for it; when the last one leaves it unfinished, its delivery
-is abandoned. Cached entries that nothing reads are evicted, least recently used first. Nothing waits for an eviction, so
-cached entries cannot block a request. It knows no gRPC and no prompts.
+is abandoned. Cached entries that nothing reads are evicted, least recently used first. Nothing waits for an eviction,
+so cached entries cannot block a request. It knows no gRPC and no prompts.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ class EmbedsCache:
             LOOKUPS.labels("miss").inc()
             # Embeddings of two forwards differ in rounding.
             encoding, reserved = secrets.token_bytes(DIGEST_BYTES), self.encoding_bytes
-            pending = PendingEntry(
-                key, encoding, plan, self.tower, self.batcher, reserved, chosen, self._find, adapter
-            )
+            pending = PendingEntry(key, encoding, plan, self.tower, self.batcher, reserved, chosen, self._find, adapter)
             self._pending[key] = pending
         else:
             LOOKUPS.labels("shared").inc()
@@ -95,7 +93,7 @@ class EmbedsCache:
             raise
         times.encoded_ns = monotonic_ns()
         self.waiters += 1
-        return CacheEntry(None, plan.content_hash, own, None, {}, times, 0, b"", size_bytes)
+        return CacheEntry(b"", plan.content_hash, own, None, {}, times, 0, b"", size_bytes)
 
     def leave(self, joined: PendingEntry | CacheEntry) -> None:
         """Removes a waiter. After the last one a complete entry is cached if it fits, and any other is dropped."""
@@ -115,7 +113,7 @@ class EmbedsCache:
             joined.delivery.abandoned()
 
     def _end_reading(self, entry: CacheEntry) -> None:
-        if entry.key is None:
+        if not entry.key:
             self.encoding_bytes.release(entry.size_bytes)
             return
         self._readers[entry] -= 1
@@ -134,13 +132,11 @@ class EmbedsCache:
             return
         while self.held_bytes + entry.size_bytes > self.size_bytes:
             self._evict(next(each for each in self._entries.values() if each not in self._readers))
-        assert entry.key is not None
         self._entries[entry.key] = entry
         self._slices |= dict.fromkeys(entry.rows, entry)
         self.held_bytes += entry.size_bytes
 
     def _evict(self, entry: CacheEntry) -> None:
-        assert entry.key is not None
         del self._entries[entry.key]
         for key in entry.rows:
             if self._slices.get(key) is entry:

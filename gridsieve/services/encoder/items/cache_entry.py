@@ -34,14 +34,14 @@ class StageTimes:
 class CacheEntry:
     """Embeddings of one media item, (1 + levels, tokens, D), before it is pruned by their scores, and these scores.
 
-    key: its cache key; None: it is of one request, and never cached. encoding: 32 bytes that name its embeddings: equal
-    names mean equal bytes. kept: the tokens of the grid that it has, int32 (tokens,), increasing; None: all. rows: those
-    of the slices that others may copy. reference: what was last shown of each place, if it was asked for.
+    key: its cache key; empty: it is of one request, and never cached. encoding: 32 bytes that name its embeddings:
+    equal names mean equal bytes. kept: the tokens of the grid that it has, int32 (tokens,), increasing; None: all.
+    rows: of the slices that others may copy. reference: what was last shown of each place, if it was asked for.
     size_bytes: that it takes in the cache: embeddings, and references or the scores of every method.
     scoring: held while scores are added, as items are gathered in several threads.
     """
 
-    key: bytes | None
+    key: bytes
     encoding: bytes
     embeds: Tensor
     kept: Int32Array | None

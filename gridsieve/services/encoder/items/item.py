@@ -276,7 +276,10 @@ class Item:
 
     @torch.inference_mode()
     def _gather(self, entry: CacheEntry | None, start: int, end: int) -> Embeds:
-        """The kept tokens of slices [start, end), on the host; sent uncopied if all are kept. entry: of the last ones."""
+        """The kept tokens of slices [start, end), on the host; sent uncopied if all are kept.
+
+        entry: of the item, if they are its last slices.
+        """
         prunes = self._count < self.plan.grid.tokens
         grid, pending = self.plan.grid, self._pending
         if entry is not None and not start:

@@ -119,7 +119,7 @@ class PendingEntry:
         self._arranged: Tensor | None = None  # what the tower's thread made of the buffer
         self._encoded: dict[int, asyncio.Future[ForwardTimes]] = {}
         self._finishing: asyncio.Task[None] | None = None
-        self._ahead = asyncio.Semaphore(max(1, _FORWARDS_AHEAD * batcher.budget_tokens // self._slice_load))
+        self._ahead = asyncio.Semaphore(max(1, _FORWARDS_AHEAD * batcher.packing.largest.tokens // self._slice_load))
         self._changed = asyncio.Event()
 
     @property
@@ -251,9 +251,8 @@ class PendingEntry:
         pixels = torch.frombuffer(piece.frames.data, dtype=dtype).view(piece.frames.shape)
         frames = self._frames(piece, pixels)
         try:
-            load = self._tower.patches.load(pixels.shape)
             store = partial(self._store, piece.index, target)
-            submitted = self._batcher.submit(frames, target, load, store, self._adapter)
+            submitted = self._batcher.submit(frames, target, store, self._adapter)
         except Unavailable as error:
             self._ahead.release()
             self.fail(error)

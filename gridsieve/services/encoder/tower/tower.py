@@ -136,8 +136,9 @@ class Tower:
 
     def arrangement(self, plan: MediaPlan) -> Arrangement:
         """How the tokens of an item are arranged."""
-        arranged = self.arrange is not None and not plan.brings_embeds
-        return self.arrange(plan) if arranged else Arrangement(plan.grid.slice_tokens)  # type: ignore[misc]
+        if self.arrange is None or plan.brings_embeds:
+            return Arrangement(plan.grid.slice_tokens)
+        return self.arrange(plan)
 
     def embeds_bytes(self, tokens: int) -> int:
         """Bytes of the embeddings of `tokens` tokens, all levels."""
