@@ -30,8 +30,6 @@ _DEFAULTS = VideoDefaults(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cosmos3Edge(Qwen3VL):
-    """The settings of one checkpoint."""
-
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
         return cls.read(checkpoint, _DEFAULTS, video_text="<|vision_start|><|video_pad|><|vision_end|>")

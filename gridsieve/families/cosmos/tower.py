@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,12 @@ from gridsieve.families.cosmos.names import own_name
 from gridsieve.services.encoder.tower.attention import Attend
 from gridsieve.services.encoder.tower.packing import Array, PackedLayout, TowerShape
 from gridsieve.services.encoder.tower.patches import CHANNELS, FoldedPatchEmbed, Normalisation, PatchShape
-from gridsieve.services.encoder.tower.tower import Tower, TowerSizes, sizes_of
+from gridsieve.services.encoder.tower.tower import Tower, TowerSizes
 from gridsieve.services.encoder.tower.vision_model import LoadedModel, RunOptions, TowerModel, assemble
 from gridsieve.services.encoder.tower.weights import Stored
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(Cosmos3EdgeConfig)
     vision = config.vision_config
     merge, table = int(vision.spatial_merge_size), SmoothedTable(math.isqrt(vision.num_patches))
@@ -94,9 +93,8 @@ class _Cosmos3Edge(TowerModel):
         del self.visual.embeddings
 
     def sizes(self) -> TowerSizes:
-        # Of each patch the table is multiplied, too.
-        patch_weights = self.patch_embed.weight.numel() + self.table.numel()
-        return sizes_of(self.vision.hidden_size, self.layers, patch_weights, self.projector)
+        sizes = super().sizes()
+        return replace(sizes, patch_weights=sizes.patch_weights + self.table.numel())  # each patch multiplies the table
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Tokens (T, D) of patches uint8 (P, values)."""

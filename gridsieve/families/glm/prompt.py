@@ -29,9 +29,8 @@ import numpy as np
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import Grid, Modality, SizePx
 from gridsieve.families.parts.sampling import from_first_to_last
-from gridsieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_least_a_token, at_most
+from gridsieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_least_a_token, at_most, by_slice
 from gridsieve.services.preprocessing.prompt.layout import Expansion
-from gridsieve.services.preprocessing.prompt.positions import GridSpan
 from gridsieve.services.preprocessing.video.resize import PixelBudget, smart_resize
 from gridsieve.services.preprocessing.video.sampling import MAX_FRAMES, FrameBounds, FrameSampling
 from gridsieve.services.preprocessing.video.timing import TimeBase
@@ -112,15 +111,8 @@ class Glm4V(QwenVL):
         return smart_resize(*at_least_a_token(height_px, width_px, self.token_px), budget, frames, frames)
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
-        """For each slice its grid between image markers, and its time. For an image one grid alone."""
-        one = GridSpan(Grid(1, grid.h, grid.w), Fraction(0))
-        if base is None:
-            return (one,)
-        return tuple(
-            part
-            for seconds in base.slices_s
-            for part in ("<|begin_of_image|>", one, f"<|end_of_image|>{self.time_text(seconds)}")
-        )
+        """For each slice its grid between image markers, and its time."""
+        return by_slice(grid, base, lambda s: ("<|begin_of_image|>", f"<|end_of_image|>{self.time_text(s)}"))
 
     def time_text(self, seconds: float) -> str:
         """The text after a slice whose first frame is shown then."""
@@ -129,8 +121,6 @@ class Glm4V(QwenVL):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glm46V(Glm4V):
-    """The settings of one checkpoint."""
-
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
         return cls.read_own(checkpoint, _BY_LENGTH, math.inf)

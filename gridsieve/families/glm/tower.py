@@ -41,7 +41,6 @@ class _Tower(Glm4vVisionModel):
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """What it raises: see `make_tower`."""
     config = vision_config(checkpoint, Glm4vVisionConfig)
     table = InterpolatedTable(config.image_size // config.patch_size, _cubic_axis)
     return make_tower(

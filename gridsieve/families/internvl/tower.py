@@ -36,7 +36,6 @@ class _Projector(InternVLMultiModalProjector):
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(InternVLConfig)
     vision = config.vision_config
     if not (vision.use_mean_pooling and vision.use_absolute_position_embeddings) or vision.use_mask_token:

@@ -19,7 +19,6 @@ from gridsieve.services.encoder.tower.vision_model import RunOptions
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     return load_projected(checkpoint, checkpoint.config_as(LlavaConfig), options)
 
 
@@ -34,7 +33,6 @@ class _MergingProjector(Mistral3MultiModalProjector):
 
 
 def load_mistral3(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(Mistral3Config)
     layers = config.vision_feature_layer
     if not isinstance(layers, int) and len(layers) > 1:

@@ -38,7 +38,6 @@ _TENTH_S = 0.1
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config, version = checkpoint.config, version_of(checkpoint.config)
     vision = checkpoint.config_as(SiglipVisionConfig, part="vision_config")
     if config.get("drop_vision_last_layer", False):

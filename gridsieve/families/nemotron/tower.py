@@ -31,7 +31,7 @@ from gridsieve.families.parts.tables import InterpolatedTable
 from gridsieve.services.encoder.tower.attention import Attend
 from gridsieve.services.encoder.tower.packing import Array, PackedLayout, Side, TowerShape
 from gridsieve.services.encoder.tower.patches import CHANNELS, FoldedPatchEmbed, Normalisation, PatchShape
-from gridsieve.services.encoder.tower.tower import Tower, TowerSizes, sizes_of
+from gridsieve.services.encoder.tower.tower import Tower
 from gridsieve.services.encoder.tower.vision_model import LoadedModel, RunOptions, TowerModel, assemble
 from gridsieve.services.encoder.tower.weights import Stored, find_weights
 
@@ -65,7 +65,6 @@ _UNREAD = (f"{_TOWER}input_conditioner.", f"{_TOWER}summary_idxs")
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable."""
     config = checkpoint.config_as(NemotronH_Omni_Reasoning_V3_Config)
     return load_radio(checkpoint, config, options)
 
@@ -147,10 +146,6 @@ class _Nemotron(TowerModel):
     def embed_with(self, loaded: LoadedModel, normalisation: Normalisation) -> None:
         self.embed = _embedding(normalisation, self.vision, loaded.weights, loaded.dtype)
         del self.vision_model.embeddings
-
-    def sizes(self) -> TowerSizes:
-        patch_weights = self.embed.patch_embed.weight.numel()
-        return sizes_of(self.vision.hidden_size, self.layers, patch_weights, self.multi_modal_projector)
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Tokens (T, D) of patches (P, values)."""

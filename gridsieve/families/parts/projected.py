@@ -33,7 +33,7 @@ from gridsieve.services.encoder.tower.adapted import linear_layers
 from gridsieve.services.encoder.tower.attention import Attend
 from gridsieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape
 from gridsieve.services.encoder.tower.patches import FoldedPatchEmbed, Normalisation, PatchShape, read_normalisation
-from gridsieve.services.encoder.tower.tower import Arrangement, Tower, TowerSizes, sizes_of
+from gridsieve.services.encoder.tower.tower import Arrangement, Tower
 from gridsieve.services.encoder.tower.vision_model import LoadedModel, RunOptions, TowerModel, assemble
 from gridsieve.services.encoder.tower.weights import Stored
 
@@ -163,10 +163,6 @@ class _Llava(TowerModel):
         self.embed = kind(self.vision_tower, loaded.folded(normalisation))
         for replaced in ("embeddings", "patch_conv", "patch_positional_embedding"):
             self._remove(replaced)
-
-    def sizes(self) -> TowerSizes:
-        patch_weights = self.embed.patch_embed.weight.numel()
-        return sizes_of(self.vision.hidden_size, self.layers, patch_weights, self.multi_modal_projector)
 
     def _remove(self, name: str) -> None:
         if hasattr(self.vision_tower, name):

@@ -24,7 +24,7 @@ import numpy as np
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import Grid, SizePx
 from gridsieve.families.parts.sampling import count_of, from_first_to_last
-from gridsieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_least_a_token, at_most
+from gridsieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_least_a_token, at_most, by_slice
 from gridsieve.services.preprocessing.prompt.layout import Expansion
 from gridsieve.services.preprocessing.prompt.positions import GridSpan
 from gridsieve.services.preprocessing.video.resize import smart_resize
@@ -51,8 +51,6 @@ _WITHOUT_DEEPSTACK = ("qwen3_5", "qwen3_5_moe")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen2VL(QwenVL):
-    """The settings of one checkpoint."""
-
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
         return cls.read(checkpoint, _DEFAULTS)
@@ -153,12 +151,5 @@ class Qwen3VL(QwenVL):
         return smart_resize(*grown, budget, frames, round(frames / patch) * patch)
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
-        """For each slice its timestamp, and its grid between vision markers. For an image one grid alone."""
-        one = GridSpan(Grid(1, grid.h, grid.w), Fraction(0))
-        if base is None:
-            return (one,)
-        return tuple(
-            part
-            for seconds in base.slices_s
-            for part in (f"<{seconds:.1f} seconds><|vision_start|>", one, "<|vision_end|>")
-        )
+        """For each slice its timestamp, and its grid between vision markers."""
+        return by_slice(grid, base, lambda s: (f"<{s:.1f} seconds><|vision_start|>", "<|vision_end|>"))

@@ -7,7 +7,7 @@
     Qwen3.5       Qwen3-VL's without deepstack, also 3.6 and 3.8
 
 `Qwen3_5VisionModel` of transformers 5.24 is `Qwen3VLVisionModel` without the mergers of deepstack, layer for layer.
-Those of dense models and of mixtures of experts are alike. All loaders raise what `make_tower` raises.
+Those of dense models and of mixtures of experts are alike.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from gridsieve.families.parts.tiles import check_plan
 from gridsieve.services.encoder.tower.attention import Attend
 from gridsieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from gridsieve.services.encoder.tower.patches import Normalisation, PatchShape
-from gridsieve.services.encoder.tower.tower import Arrangement, Tower, TowerSizes, sizes_of
+from gridsieve.services.encoder.tower.tower import Arrangement, Tower
 from gridsieve.services.encoder.tower.vision_model import LoadedModel, RunOptions, TowerModel, assemble
 
 # Patches per side of a token of a video.
@@ -37,7 +37,6 @@ _MERGE = 2
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(VideoLlama3Config)
     model, patch_px = _VideoLlama3.on_meta(config), int(config.vision_config.patch_size)
     return assemble(
@@ -68,9 +67,6 @@ class _VideoLlama3(TowerModel):
         # Made again off the meta device: its frequencies are computed, not stored.
         self.vision_model.rotary_pos_emb = VideoLlama3VisionRotaryEmbedding(self.vision)
         del self.vision_model.embeddings
-
-    def sizes(self) -> TowerSizes:
-        return sizes_of(self.vision.hidden_size, self.layers, self.patch_embed.weight.numel(), self.projector)
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Features (P, hidden) of patches uint8 (P, values)."""

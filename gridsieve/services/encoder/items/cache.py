@@ -104,10 +104,10 @@ class EmbedsCache:
         joined.waiters -= 1
         if joined.waiters:
             return
-        if self._pending.get(joined.key) is joined:
+        if self._pending.get(joined.key) is joined:  # else it failed, and another took its place
             del self._pending[joined.key]
-        if joined.entry is not None:
-            self._cache(joined.entry)
+            if joined.entry is not None:
+                self._cache(joined.entry)
         joined.close()
         if joined.delivery is not None:
             joined.delivery.abandoned()

@@ -74,11 +74,6 @@ def linear_weights(module: nn.Module) -> int:
     return sum(each.weight.numel() for each in module.modules() if isinstance(each, nn.Linear))
 
 
-def sizes_of(hidden: int, layers: nn.ModuleList, patch_weights: int, projector: nn.Module) -> TowerSizes:
-    """Of a tower whose layers all attend to whole slices. patch_weights: by which a patch is multiplied beside them."""
-    return TowerSizes(hidden, linear_weights(layers) + patch_weights, linear_weights(projector), len(layers))
-
-
 @dataclass(frozen=True, slots=True)
 class Arrangement:
     """How the tower's tokens of an item's slices become those of its grid.

@@ -36,7 +36,7 @@ from gridsieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from gridsieve.services.encoder.tower.parallel.division import Share, divide
 from gridsieve.services.encoder.tower.patches import FoldedPatchEmbed, Normalisation, PatchShape, read_normalisation
 from gridsieve.services.encoder.tower.saturation import saturate
-from gridsieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes
+from gridsieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes, linear_weights
 from gridsieve.services.encoder.tower.weights import Stored, choose_dtype, fill, find_parts, find_weights, read_weights
 
 # Of Qwen3-VL's checkpoints, and of Qwen2.5-VL's published ones.
@@ -164,7 +164,11 @@ class TowerModel(nn.Module):
         self.patch_embed = loaded.folded(normalisation)
 
     def sizes(self) -> TowerSizes:
-        raise NotImplementedError
+        """Of layers that all attend to whole slices, beside which linear layers apply to merged tokens."""
+        in_layers = linear_weights(self.layers)
+        embedding = sum(each.weight.numel() for each in self.modules() if isinstance(each, FoldedPatchEmbed))
+        others = linear_weights(self) - in_layers
+        return TowerSizes(self.vision.hidden_size, in_layers + embedding, others, len(self.layers))
 
 
 def assemble(

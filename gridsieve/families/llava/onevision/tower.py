@@ -26,7 +26,6 @@ from gridsieve.services.encoder.tower.vision_model import RunOptions
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config = checkpoint.config_as(LlavaOnevisionConfig)
     tower = load_projected(checkpoint, config, options)
     anyres = AnyRes.of_onevision(config.to_dict())

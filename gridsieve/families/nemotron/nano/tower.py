@@ -32,7 +32,6 @@ _ARCHITECTURES = {
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(NemotronH_Omni_Reasoning_V3_Config, without=["vision_config"])
     config.vision_config = _radio(checkpoint.config)
     if (version := getattr(config, "ps_version", "v2")) != "v2":

@@ -44,7 +44,6 @@ _MERGED_TWICE = 4
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(_CONFIGS[checkpoint.model_type])
     vision, merge = config.vision_config, merged_side(checkpoint.config)
     patch_px = side_of(vision.patch_size)

@@ -32,7 +32,6 @@ _POOLS: dict[str, Callable[..., Tensor]] = {"average": F.avg_pool2d, "max": F.ma
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(LlavaNextVideoConfig)
     if config.spatial_pool_mode not in _POOLS:
         raise StartupError(f"spatial_pool_mode {config.spatial_pool_mode!r} is not supported, only {', '.join(_POOLS)}")
