@@ -37,7 +37,7 @@ class ModelFamily:
     model_type: of config.json. models: published ones.
     folder: import name of the package with its code. prompt, tower, text: `module:object` in it: a function of a
         checkpoint to preprocessing's `Family`, a function of a checkpoint and `RunOptions` to the encoder's `Tower`,
-        and generation's `TextFamily`.
+        and generation's `TextFamily`. They raise StartupError for a checkpoint that is not supported or incomplete.
     positions: of its language model, in words. limits: what it cannot do that others can, in words.
     media: what a prompt may hold.
     methods: the names in `METHODS` that its videos can be pruned by. why_not_all: for errors, why it lacks the others.
@@ -91,8 +91,8 @@ _LLAVA = partial(
 _MINICPM = partial(ModelFamily, folder="gridsieve.families.minicpm")
 _MINICPM_4_6 = partial(
     _MINICPM,
-    prompt="v4_6_prompt:MiniCPMV46.from_checkpoint",
-    tower="v4_6_tower:load",
+    prompt="v4_6.prompt:MiniCPMV46.from_checkpoint",
+    tower="v4_6.tower:load",
     limits=_NO_FLOAT16,
     # Measured: benchmarks/RESULTS.md, "Pruning the tokens of merged patches".
     methods=tuple(method for method in METHODS if method not in (VCAST, VIDCOM2)),
@@ -148,16 +148,16 @@ FAMILIES = (
     _OF_LLAVA(
         model_type="llava_next_video",
         models="LLaVA-NeXT-Video",
-        prompt="next_video_prompt:LlavaNextVideo.from_checkpoint",
-        tower="next_video_tower:load",
+        prompt="next_video.prompt:LlavaNextVideo.from_checkpoint",
+        tower="next_video.tower:load",
         text="text:NEXT_VIDEO",
         limits=f"{_NO_FLOAT16}; no spatial_pool_mode conv",
     ),
     _OF_LLAVA(
         model_type="llava_onevision",
         models="LLaVA-OneVision",
-        prompt="onevision_prompt:LlavaOnevision.from_checkpoint",
-        tower="onevision_tower:load",
+        prompt="onevision.prompt:LlavaOnevision.from_checkpoint",
+        tower="onevision.tower:load",
         text="text:ONEVISION",
         limits=_NO_FLOAT16,
     ),
@@ -179,9 +179,9 @@ FAMILIES = (
         methods=(NONE,),
         why_not_all="a resampler's tokens are not places, and no method keeps answers better than dropping at random",
     ),
-    _MINICPM_4_6(model_type="minicpmv4_6", models="MiniCPM-V 4.6", text="v4_6_text:FAMILY", positions=_LINEAR),
+    _MINICPM_4_6(model_type="minicpmv4_6", models="MiniCPM-V 4.6", text="v4_6.text:FAMILY", positions=_LINEAR),
     _MINICPM_4_6(
-        model_type="minicpmv4_7", models="MiniCPM-V 4.7", text="v4_6_text:CANVAS_FAMILY", positions="Canvas M-RoPE"
+        model_type="minicpmv4_7", models="MiniCPM-V 4.7", text="v4_6.text:CANVAS_FAMILY", positions="Canvas M-RoPE"
     ),
     _NEMOTRON(
         model_type="nemotron_h_omni",
@@ -193,8 +193,8 @@ FAMILIES = (
     _NEMOTRON(
         model_type="NemotronH_Nano_VL_V2",
         models="Nemotron Nano 12B v2 VL",
-        prompt="nano_prompt:NemotronNanoVL.from_checkpoint",
-        tower="nano_tower:load",
+        prompt="nano.prompt:NemotronNanoVL.from_checkpoint",
+        tower="nano.tower:load",
         text="text:NANO_FAMILY",
         positions=f"{_UNREAD}; each frame after its time",
         limits=f"{_NO_FLOAT16}; {_FEW_QUANTISED}, so not the FP8 and NVFP4 ones; {_NO_THOUGHTS}",

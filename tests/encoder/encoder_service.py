@@ -26,6 +26,7 @@ from gridsieve.services.encoder.items.cache import EmbedsCache
 from gridsieve.services.encoder.rpc.gauges import watch
 from gridsieve.services.encoder.rpc.servicer import EncoderServicer
 from gridsieve.services.encoder.tower.loading import load_tower
+from gridsieve.services.encoder.tower.parallel.tower import packing_of
 from gridsieve.services.encoder.tower.tower import Tower
 from gridsieve.v1 import encoder_pb2_grpc, prompt_pb2
 from gridsieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
@@ -104,7 +105,7 @@ async def running(
 ) -> AsyncIterator[Stack]:
     """Serves the encoder and its fake peer on sockets in `folder`."""
     fake, outputs = FakePreprocessing(tower.patches, tower.embed_levels), ByteSemaphore(buffer_bytes)
-    batcher = Batcher(tower.encode, budget_tokens)
+    batcher = Batcher(tower.encode, packing_of(tower, budget_tokens))
     batcher.start()
     cache = EmbedsCache(tower, batcher, ByteSemaphore(buffer_bytes), cache_bytes)
     watch(batcher, cache, outputs)

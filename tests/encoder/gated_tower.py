@@ -9,8 +9,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gridsieve.services.encoder.tower.graph_buckets import PackingLimit, Size, token_limit
+
 TIMEOUT_S = 10
 BUG, TOO_LARGE_WITH_OTHERS, TOO_LARGE = 13, 15, 16
+
+
+def limit_of(tokens: int) -> PackingLimit:
+    """A forward of so many tokens of slices of a `GatedTower`."""
+
+    def size_of(frames: Tensor) -> Size:
+        own = int(frames.reshape(-1)[1])
+        return Size(own, 1, 0, own)
+
+    return PackingLimit(token_limit(tokens), size_of)
 
 
 class GatedTower:

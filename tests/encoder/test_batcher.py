@@ -22,7 +22,7 @@ from torch import Tensor
 from gridsieve.common.contract.errors import Unavailable
 from gridsieve.services.encoder.items.batcher import Batcher, ForwardTimes
 from gridsieve.services.encoder.tower.graph_buckets import Size
-from tests.encoder.gated_tower import BUG, TIMEOUT_S, TOO_LARGE, TOO_LARGE_WITH_OTHERS, GatedTower
+from tests.encoder.gated_tower import BUG, TIMEOUT_S, TOO_LARGE, TOO_LARGE_WITH_OTHERS, GatedTower, limit_of
 
 Submitted = tuple[Future[ForwardTimes], Tensor]
 Submit = Callable[[int, int], Submitted]
@@ -35,7 +35,7 @@ def tower() -> GatedTower:
 
 @pytest.fixture
 def batcher(tower: GatedTower) -> Iterator[Batcher]:
-    batcher = Batcher(tower.encode, budget_tokens=10)
+    batcher = Batcher(tower.encode, limit_of(10))
     batcher.start()
     yield batcher
     tower.open()
@@ -130,9 +130,9 @@ def test_forwards_run_on_the_device_of_their_targets(monkeypatch: pytest.MonkeyP
         return [torch.ones(1, 2, 2)]
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    batcher, target = Batcher(encode, budget_tokens=10), torch.zeros(1, 2, 2)
+    batcher, target = Batcher(encode, limit_of(10)), torch.zeros(1, 2, 2)
     batcher.start()
-    batcher.submit(torch.zeros(1), target).result(TIMEOUT_S)
+    batcher.submit(torch.tensor([0, 2]), target).result(TIMEOUT_S)
     batcher.close()
 
 
@@ -239,7 +239,7 @@ def test_a_forward_that_the_queue_more_than_fills_is_launched_while_another_one_
 
 
 def test_only_what_fills_a_forward_is_read_of_a_long_queue(tower: GatedTower) -> None:
-    batcher, read = Batcher(tower.encode, budget_tokens=10), list[int]()
+    batcher, read = Batcher(tower.encode, limit_of(10)), list[int]()
     for name in range(1000):
         submitted(batcher, name, 4)
     with patch.object(Size, "__add__", lambda size, other: read.append(1) or replace(size, tokens=size.tokens + 4)):

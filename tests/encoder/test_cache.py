@@ -22,9 +22,11 @@ from gridsieve.common.contract.retention import Pruning
 from gridsieve.common.contract.tensors import DType, TensorBuffer
 from gridsieve.services.encoder.items.batcher import Batcher
 from gridsieve.services.encoder.items.cache import EmbedsCache, cache_key
-from gridsieve.services.encoder.items.cache_entry import CacheEntry
+from gridsieve.services.encoder.items.cache_entry import CacheEntry, StageTimes
 from gridsieve.services.encoder.items.decoded_slices import FrameSlice
+from gridsieve.services.encoder.items.pending_entry import PendingEntry
 from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.encoder.tower.packing import TowerShape
 from gridsieve.services.encoder.tower.patches import PatchShape
 from gridsieve.services.encoder.tower.tower import Tower, TowerSizes
 from gridsieve.v1.preprocessing_pb2 import PreprocessResponse
@@ -39,11 +41,11 @@ from tests.encoder.encoder_service import (
     running,
     tower_embeds,
 )
-from tests.encoder.gated_tower import TIMEOUT_S, GatedTower
+from tests.encoder.gated_tower import TIMEOUT_S, GatedTower, limit_of
 
 TOWER = Tower(
     forward=lambda patches, grids: patches,
-    patches=PatchShape(patch_px=1, merge=1, temporal_patch=1),
+    patches=PatchShape(1, TowerShape(1)),
     embed_dim=2,
     embed_levels=1,
     dtype=torch.float32,
@@ -112,7 +114,7 @@ def gated() -> GatedTower:
 @pytest.fixture
 def batcher(gated: GatedTower) -> Iterator[Batcher]:
     """One slice per forward."""
-    batcher = Batcher(gated.encode, budget_tokens=SLICE_TOKENS)
+    batcher = Batcher(gated.encode, limit_of(SLICE_TOKENS))
     batcher.start()
     yield batcher
     gated.open()
@@ -164,33 +166,37 @@ class NaiveCache:
 async def test_the_cache_keeps_what_a_naive_lru_cache_keeps(
     slices: int, steps: list[int | str], data: st.DataObject
 ) -> None:
-    batcher = Batcher(lambda slices, adapter: [], budget_tokens=64)
+    batcher = Batcher(lambda slices, adapter: [], limit_of(64))
     batcher.start()
     cache = EmbedsCache(TOWER, batcher, ByteSemaphore(1000 * SLICE_BYTES), slices * KEPT_SLICE_BYTES)
     naive = NaiveCache(cache.size_bytes)
-    reading: list[tuple[int, CacheEntry]] = []
+    reading: list[tuple[int, PendingEntry | CacheEntry]] = []
 
     def leave(index: int) -> None:
-        content, entry = reading.pop(index)
-        cache.leave(entry)
+        content, joined = reading.pop(index)
+        cache.leave(joined)
         naive.leave(content)
         assert cache.held_bytes == naive.held_bytes <= cache.size_bytes
-        assert all(each.embeds.numel() for _, each in reading)  # nothing that is read is evicted
+        read = sum({each.size_bytes for _, each in reading if isinstance(each, CacheEntry)})
+        assert read <= cache.held_bytes
 
     for step in steps:
         if isinstance(step, int):
-            entry = cache.join(sized(step))
-            assert entry.cached == (step in naive.kept)
-            assert entry.complete == (step in naive.kept or step in naive.readers)
-            await entry.reserve()
-            entry.encoded_slices = entry.plan.grid.t
-            reading.append((step, entry))
+            joined = cache.join(sized(step))
+            assert isinstance(joined, CacheEntry) == (step in naive.kept)
+            if isinstance(joined, PendingEntry):
+                assert (joined.entry is not None) == (step in naive.readers)
+                await joined.reserve()
+                embeds, size_bytes = torch.zeros(2, joined.plan.grid.tokens, 2), bytes_of(step)
+                joined.entry = CacheEntry(joined.key, b"", embeds, None, {}, StageTimes(), 0, b"", size_bytes)
+            reading.append((step, joined))
             naive.readers.append(step)
         elif reading:
             leave(data.draw(st.integers(0, len(reading) - 1)))
     while reading:
         leave(0)
-    assert [content for content in range(10) if cache.join(sized(content)).cached] == sorted(naive.kept)
+    cached = [content for content in range(10) if isinstance(cache.join(sized(content)), CacheEntry)]
+    assert cached == sorted(naive.kept)
     assert cache.encoding_bytes.held_bytes == 0
     batcher.close()
 
@@ -208,7 +214,7 @@ async def test_a_slow_tower_holds_the_decoder_back_until_the_entry_is_closed(
     batcher: Batcher, gated: GatedTower
 ) -> None:
     semaphore = ByteSemaphore(100 * SLICE_BYTES)
-    entry, other = (CacheEntry(None, b"", plan_of(6), TOWER, batcher, semaphore) for _ in range(2))
+    entry, other = (PendingEntry(b"", b"", plan_of(6), TOWER, batcher, semaphore) for _ in range(2))
     await entry.reserve()
     await other.reserve()
     for index in (0, 1):
@@ -236,7 +242,7 @@ async def test_a_slow_tower_holds_the_decoder_back_until_the_entry_is_closed(
 
 async def test_an_entry_without_memory_for_its_buffer_holds_no_bytes(batcher: Batcher) -> None:
     semaphore = ByteSemaphore(SLICE_BYTES)
-    entry = CacheEntry(None, b"", plan_of(1), TOWER, batcher, semaphore)
+    entry = PendingEntry(b"", b"", plan_of(1), TOWER, batcher, semaphore)
     with patch.object(torch, "empty", side_effect=torch.OutOfMemoryError), pytest.raises(torch.OutOfMemoryError):
         await entry.reserve()
     assert semaphore.held_bytes == 0

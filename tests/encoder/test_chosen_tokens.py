@@ -14,7 +14,9 @@ from gridsieve.common.contract import errors
 from gridsieve.common.contract.retention import Pruning
 from gridsieve.common.contract.tensors import DType
 from gridsieve.common.contract.wire import add_chunk, buffer_for, int32_array, int32_tensor
+from gridsieve.services.encoder.items.cache_entry import CacheEntry
 from gridsieve.services.encoder.items.decoded_slices import FrameSlice
+from gridsieve.services.encoder.items.pending_entry import PendingEntry
 from gridsieve.services.encoder.tower.patches import KeptFrames
 from gridsieve.services.encoder.tower.tower import Tower
 from gridsieve.v1 import prompt_pb2, tensor_pb2
@@ -79,7 +81,7 @@ async def test_chosen_tokens_are_encoded_sent_and_cached_alone(stack: Stack, thr
     assert stack.preprocessing.selected == [0, 1]
     image_bytes = item_bytes(stack.tower, IMAGE.grid.tokens) + 20 * IMAGE.grid.tokens
     assert stack.cache.held_bytes == item_bytes(stack.tower, count) + image_bytes
-    (entry,) = (each for each in stack.cache._entries.values() if each.chosen)
+    (entry,) = (each for each in stack.cache._entries.values() if each.kept is not None)
     assert entry.embeds.untyped_storage().nbytes() == item_bytes(stack.tower, count)
 
 
@@ -138,22 +140,24 @@ async def test_after_an_error_of_the_stream_a_waiter_goes_on_with_the_chosen_tok
     await stack.check_served()
 
 
-async def test_chosen_tokens_that_nobody_took_are_not_cached(stack: Stack) -> None:
-    """Their memory may still be as large as the bound."""
+async def test_chosen_tokens_that_nobody_took_are_cached_in_memory_of_their_own(stack: Stack) -> None:
+    """Until all are chosen they have memory for as many as may be."""
     cache, plan = stack.cache, plan_of([video(7)], stack.tower.patches, stack.tower.embed_levels).media[0]
-    entry = cache.join(plan, Pruning(RATE, "pixel_change", threshold=0.1))
-    await entry.reserve()
+    pending = cache.join(plan, pruning := Pruning(RATE, "pixel_change", threshold=0.1))
+    assert isinstance(pending, PendingEntry)
+    await pending.reserve()
     for message in item_messages(0, video(7), stack.tower.patches, pruned(RATE, 0.1)):
         chunk, number = message.frames.chunk, message.frames.first_frame // 2
         buffer = buffer_for(chunk, [DType.UINT8], chunk.shape)
         add_chunk(buffer, chunk)
-        await entry.add_slice(FrameSlice(number, buffer, 0, 0, 0, int32_array(message.frames.kept)))
-    while not entry.complete:
-        await entry.wait_for_change()
-    assert entry.tokens == SPARSE
-    cache.leave(entry)
-    assert (cache.held_bytes, cache.encoding_bytes.held_bytes) == (0, 0)
-    assert cache.join(plan, entry.chosen) is not entry
+        await pending.add_slice(FrameSlice(number, buffer, 0, 0, 0, int32_array(message.frames.kept)))
+    while pending.entry is None:
+        await pending.wait_for_change()
+    cache.leave(pending)
+    assert (cache.held_bytes, cache.encoding_bytes.held_bytes) == (item_bytes(stack.tower, SPARSE), 0)
+    entry = cache.join(plan, pruning)
+    assert isinstance(entry, CacheEntry)
+    assert entry.embeds.untyped_storage().nbytes() == item_bytes(stack.tower, SPARSE)
 
 
 # --- lies -------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from gridsieve.common.serving.status import DETAILS_KEY
 from gridsieve.services.encoder.items.batcher import Batcher
 from gridsieve.services.encoder.items.cache import EmbedsCache
 from gridsieve.services.encoder.rpc.servicer import EncoderServicer
+from gridsieve.services.encoder.tower.parallel.tower import packing_of
 from gridsieve.services.encoder.tower.tower import Tower
 from gridsieve.v1 import prompt_pb2, tensor_pb2
 from gridsieve.v1.encoder_pb2 import EncodeResponse
@@ -38,7 +39,7 @@ Behind = Callable[[Behaviour], AbstractAsyncContextManager[Ask]]
 
 @asynccontextmanager
 async def encoder_behind(upstream: grpc.aio.Channel, folder: Path, tower: Tower) -> AsyncIterator[Ask]:
-    batcher = Batcher(tower.encode, budget_tokens=64)
+    batcher = Batcher(tower.encode, packing_of(tower, 64))
     batcher.start()
     cache = EmbedsCache(tower, batcher, ByteSemaphore(2**20), 0)
     servicer = EncoderServicer(FINGERPRINT, cache, ByteSemaphore(2**20), upstream)

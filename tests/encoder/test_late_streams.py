@@ -22,7 +22,7 @@ from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality
 from gridsieve.services.compute.graphs import Captured
 from gridsieve.services.compute.rank_failure import RankFailure
 from gridsieve.services.compute.transfers import Computed, Readback, beside
-from gridsieve.services.encoder.items.cache_entry import CacheEntry
+from gridsieve.services.encoder.items.cache import EmbedsCache
 from gridsieve.services.encoder.startup.rank import run_shares
 from gridsieve.services.encoder.tower.graphs import with_graphs
 from gridsieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape
@@ -33,7 +33,7 @@ from gridsieve.services.encoder.tower.tower import ModelForward, Tower, TowerSiz
 from tests.encoder.late_streams import CUDA, LateDevice, LateGroup, late_streams
 
 MOST_TOKENS = 100
-SHAPE = PatchShape(patch_px=2, merge=1, temporal_patch=2)
+SHAPE = PatchShape(2, TowerShape(1), temporal_patch=2)
 
 
 def embed(patches: Tensor, sides: Sequence[Side] = ()) -> Tensor:
@@ -169,10 +169,8 @@ async def test_embeddings_that_a_prompt_brings_are_converted_before_they_are_rea
 
     monkeypatch.setattr(asyncio, "to_thread", here)
     plan = MediaPlan(Modality.IMAGE, Grid(1, 2, 3), (Run(0, 6),), FrameShape(), None, (), bytes(32))
-    batcher: Any = SimpleNamespace(budget_tokens=MOST_TOKENS, ending_on_device_errors=nullcontext)
-    entry = CacheEntry(None, b"", plan, TOWER, batcher, ByteSemaphore(2**20))
+    batcher: Any = SimpleNamespace(ending_on_device_errors=nullcontext)
     embeds = torch.arange(18.0, dtype=torch.bfloat16).view(1, 6, 3)
-    await entry.reserve()
-    await entry.fill(embeds)
+    entry = await EmbedsCache(TOWER, batcher, ByteSemaphore(2**20), 0).bring(plan, embeds)
     (found,) = begin_reading([entry.embeds]).wait()
     assert torch.equal(found, embeds[:, ::2].float())

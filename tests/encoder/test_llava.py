@@ -30,9 +30,12 @@ from gridsieve.common.contract.tensors import DType, TensorBuffer
 from gridsieve.families.llava.anyres import AnyRes
 from gridsieve.services.encoder.items.batcher import Batcher
 from gridsieve.services.encoder.items.cache import EmbedsCache
+from gridsieve.services.encoder.items.cache_entry import CacheEntry
 from gridsieve.services.encoder.items.decoded_slices import FrameSlice
+from gridsieve.services.encoder.items.pending_entry import PendingEntry
 from gridsieve.services.encoder.tower.graphs import with_graphs
 from gridsieve.services.encoder.tower.loading import load_tower
+from gridsieve.services.encoder.tower.parallel.tower import packing_of
 from gridsieve.services.encoder.tower.tower import Tower
 from gridsieve.services.encoder.upstream.plan_check import PlanCheck
 from tests.encoder.tower_recorder import Recorder, load_packed
@@ -182,23 +185,24 @@ async def test_a_cached_picture_of_tiles_is_put_together_once(checkpoints: Calla
         forwards.append(len(slices))
         return tower.encode(slices, adapter)
 
-    batcher = Batcher(encode, budget_tokens=2 * side**2)
+    batcher = Batcher(encode, packing_of(tower, 2 * side**2))
     batcher.start()
     cache = EmbedsCache(tower, batcher, ByteSemaphore(2**20), 2**20)
-    entry = cache.join(plan)
-    await entry.reserve()
+    pending = cache.join(plan)
+    assert isinstance(pending, PendingEntry)
+    await pending.reserve()
     assert cache.encoding_bytes.held_bytes == 4 * tower.embed_dim * (tokens + count * side**2)
     for index, frame in enumerate(frames.split(1)):
         buffer = TensorBuffer(DType.UINT8, frame.shape)
         buffer.copy_piece(DType.UINT8, frame.shape, 0, frame.numpy().tobytes())
-        await entry.add_slice(FrameSlice(index, buffer, repaired_frames=0, decoded_ns=0, resized_ns=0))
-    while not entry.complete:
-        await asyncio.wait_for(entry.wait_for_change(), TIMEOUT_S)
-    cache.leave(entry)
+        await pending.add_slice(FrameSlice(index, buffer, repaired_frames=0, decoded_ns=0, resized_ns=0))
+    while pending.entry is None:
+        await asyncio.wait_for(pending.wait_for_change(), TIMEOUT_S)
+    cache.leave(pending)
     assert cache.encoding_bytes.held_bytes == 0
     assert cache.held_bytes == tokens * (4 * tower.embed_dim + 20)  # five scores a token at most
     again = cache.join(replace(plan, runs=(Run(9, tokens),)))
-    assert again.complete
+    assert isinstance(again, CacheEntry)
     torch.testing.assert_close(again.embeds, encoded(tower, plan, frames), atol=2e-6, rtol=0)
     assert sum(forwards) == count
     batcher.close()

@@ -56,11 +56,9 @@ def test_patches_are_placed_in_cells_as_published(side: int) -> None:
         rows = torch.tensor([[length, 3]], dtype=torch.int32)[0][0]  # as the published code has it
         expected = torch.bucketize(torch.arange(0, 1 - 1e-6, (1 / rows).item()), borders, right=True).tolist()
         layout = lay_out([Side(length, 3)], TowerShape(1, table=Cells(side)))
-        assert layout.cells is not None
-        assert (layout.cells.reshape(length, 3)[:, 0] // side).tolist() == expected
+        assert (layout.by_row["cells"].reshape(length, 3)[:, 0] // side).tolist() == expected
         in_a_row = lay_out([Side(length, 1)], TowerShape(1, table=Cells(side, in_a_row=True)))
-        assert in_a_row.cells is not None
-        assert in_a_row.cells.tolist() == expected
+        assert in_a_row.by_row["cells"].tolist() == expected
 
 
 def groups() -> list[Tensor | TimedFrames]:

@@ -84,8 +84,7 @@ def test_patches_are_placed_in_cells_as_by_transformers() -> None:
         for length in range(1, 600):
             expected = get_vision_nearest_position_ids(torch.tensor([[length, 3]]), side).tolist()
             layout = lay_out([Side(length, 3)], TowerShape(1, table=Cells(side, by_quotient=True)))
-            assert layout.cells is not None
-            assert layout.cells.tolist() == expected
+            assert layout.by_row["cells"].tolist() == expected
 
 
 def multiplications(patches: int) -> int:

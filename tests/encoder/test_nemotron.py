@@ -22,13 +22,14 @@ from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality
 from gridsieve.common.contract.retention import Pruning
 from gridsieve.common.contract.tensors import DType, TensorBuffer
 from gridsieve.services.encoder.items.batcher import Batcher
-from gridsieve.services.encoder.items.cache_entry import CacheEntry
 from gridsieve.services.encoder.items.decoded_slices import FrameSlice
+from gridsieve.services.encoder.items.pending_entry import PendingEntry
 from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.encoder.pruning.ranking import SCORE_STEP
 from gridsieve.services.encoder.startup.build import compile_tower
 from gridsieve.services.encoder.tower.graphs import with_graphs
 from gridsieve.services.encoder.tower.loading import load_tower
+from gridsieve.services.encoder.tower.parallel.tower import packing_of
 from gridsieve.services.encoder.tower.patches import KeptFrames
 from tests import nemotron
 from tests.encoder.tower_recorder import Recorder, load_packed
@@ -106,18 +107,18 @@ def test_the_last_frame_of_an_odd_video_is_repeated_and_is_no_picture(folder: Pa
     expected = torch.cat(tower.encode([frames[:2], frames[2:].expand(2, -1, -1, -1)]), dim=1)
 
     async def encoded() -> Tensor:
-        batcher = Batcher(tower.encode, 100)
+        batcher = Batcher(tower.encode, packing_of(tower, 100))
         batcher.start()
-        entry = CacheEntry(None, b"", plan, tower, batcher, ByteSemaphore(2**20))
-        await entry.reserve()
+        pending = PendingEntry(b"", b"", plan, tower, batcher, ByteSemaphore(2**20))
+        await pending.reserve()
         for number, own in enumerate(frames.split(2)):
             data = memoryview(own.numpy()).cast("B")
             buffer = TensorBuffer(DType.FLOAT32, own.shape, whole=data)
-            await entry.add_slice(FrameSlice(number, buffer, 0, 0, 0))
-        while not entry.complete:
-            await entry.wait_for_change()
+            await pending.add_slice(FrameSlice(number, buffer, 0, 0, 0))
+        while pending.entry is None:
+            await pending.wait_for_change()
         batcher.close()
-        return entry.embeds
+        return pending.entry.embeds
 
     torch.testing.assert_close(asyncio.run(encoded()), expected, atol=2e-6, rtol=0)
 

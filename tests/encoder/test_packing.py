@@ -18,9 +18,9 @@ from transformers.vision_utils import (
 )
 
 from gridsieve.families.cosmos.tower import SmoothedTable
+from gridsieve.families.parts.tables import InterpolatedTable
 from gridsieve.families.qwen.tower import corner_axis
 from gridsieve.services.encoder.tower.packing import Side, TowerShape, lay_out
-from gridsieve.services.encoder.tower.tables import InterpolatedTable
 
 PATCH_PX = 14
 
@@ -57,8 +57,8 @@ def test_layouts_equal_transformers_to_the_last_bit(
     taps, weights = get_vision_interpolation_indices_and_weights(
         grids, table_side, mode="bilinear", align_corners=True, spatial_merge_size=merge
     )
-    assert_same(found.interpolation_indices, taps)
-    assert_same(found.interpolation_weights, weights)
+    assert_same(found.by_row["entries"], taps)
+    assert_same(found.by_row["weights"], weights)
 
 
 @settings(max_examples=40)
@@ -69,9 +69,8 @@ def test_a_smoothed_table_is_resized_to_each_slice_as_an_image_is(
     """With a merge: of slices of one column torch's own weighs the rows wrongly."""
     sides, merge = packing
     found = lay_out(sides, TowerShape(merge, table=SmoothedTable(table_side)))
-    assert found.table_weights is not None
     table = torch.randn(table_side, table_side, 3, generator=torch.Generator().manual_seed(1))
-    row, column = torch.from_numpy(found.table_weights).unbind(1)
+    row, column = torch.from_numpy(found.by_row["table_weights"]).unbind(1)
     ours = torch.einsum("pr,pc,rcd->pd", row, column, table)
     theirs = []
     for rows, columns, *_ in sides:

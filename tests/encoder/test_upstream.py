@@ -12,6 +12,7 @@ import torch
 from gridsieve.common.contract import errors
 from gridsieve.common.contract.plan import FrameShape, Grid, PromptPlan
 from gridsieve.common.contract.tensors import DType
+from gridsieve.services.encoder.tower.packing import TowerShape
 from gridsieve.services.encoder.tower.patches import PatchShape
 from gridsieve.v1 import prompt_pb2
 from gridsieve.v1.preprocessing_pb2 import PreprocessResponse
@@ -21,7 +22,7 @@ from tests.encoder.encoder_service import SELECT_ALL, Stack, first_request, read
 from tests.families import FAMILIES
 
 QWEN3_VL = FAMILIES["qwen3_vl"]
-PATCHES = PatchShape(QWEN3_VL.patch_px, QWEN3_VL.merge, QWEN3_VL.temporal_patch)
+PATCHES = PatchShape(QWEN3_VL.patch_px, TowerShape(QWEN3_VL.merge), QWEN3_VL.temporal_patch)
 PX = PATCHES.token_px
 
 BentPlan = Callable[[PromptPlan], PromptPlan]

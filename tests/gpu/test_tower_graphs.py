@@ -215,7 +215,7 @@ def test_a_replay_does_not_synchronise(graphed: Tower, shape: FamilyUnderTest) -
 
 @of_two_towers
 def test_embeddings_that_the_batcher_reports_are_complete(graphed: Tower, shape: FamilyUnderTest) -> None:
-    batcher = Batcher(graphed.encode, MOST_TOKENS, graphed.packing)
+    batcher = Batcher(graphed.encode, graphed.packing)
     batcher.start()
     slices, tokens = slices_of([(6, 5)] * 12, shape, 0), math.prod(shape.sized(6, 5))
     levels = 1 + shape.levels

@@ -30,14 +30,10 @@ _DEFAULTS = VideoDefaults(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cosmos3Edge(Qwen3VL):
-    """The settings of one checkpoint."""
-
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
-        """Raises StartupError for settings that are not supported or contradict each other."""
         return cls.read(checkpoint, _DEFAULTS, video_text="<|vision_start|><|video_pad|><|vision_end|>")
 
     def image_size(self, height_px: int, width_px: int, wish: FrameSampling) -> SizePx:
-        """Height and width of an image after resizing. Raises MediaRejected."""
         grown = at_least_a_token(height_px, width_px, self.token_px)
         return super(Cosmos3Edge, self).image_size(*grown, wish)

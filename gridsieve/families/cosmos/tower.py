@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,45 +22,34 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.families.cosmos.names import own_name
 from gridsieve.services.encoder.tower.attention import Attend
 from gridsieve.services.encoder.tower.packing import Array, PackedLayout, TowerShape
-from gridsieve.services.encoder.tower.patches import (
-    CHANNELS,
-    FoldedPatchEmbed,
-    Normalisation,
-    PatchShape,
-    read_normalisation,
-)
-from gridsieve.services.encoder.tower.tower import Tower, TowerSizes, sizes_of
+from gridsieve.services.encoder.tower.patches import CHANNELS, FoldedPatchEmbed, Normalisation, PatchShape
+from gridsieve.services.encoder.tower.tower import Tower, TowerSizes
 from gridsieve.services.encoder.tower.vision_model import LoadedModel, RunOptions, TowerModel, assemble
-from gridsieve.services.encoder.tower.weights import find_parts
-
-_PARTS = ("visual.", "projector.")
+from gridsieve.services.encoder.tower.weights import Stored
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(Cosmos3EdgeConfig)
     vision = config.vision_config
-    merge = int(vision.spatial_merge_size)
+    merge, table = int(vision.spatial_merge_size), SmoothedTable(math.isqrt(vision.num_patches))
     return assemble(
+        checkpoint,
         _Cosmos3Edge.on_meta(config),
-        {own_name(name): each for name, each in find_parts(checkpoint, _PARTS).items()},
-        read_normalisation(checkpoint),
         options,
-        shape=TowerShape(merge, table=SmoothedTable(math.isqrt(vision.num_patches))),
-        patches=PatchShape(int(vision.patch_size), merge, 1),
+        patches=PatchShape(int(vision.patch_size), TowerShape(merge, table=table)),
         embed_dim=config.text_config.hidden_size,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class SmoothedTable:
-    """A square table of `side` entries a side, resized to each frame: a patch takes a weighted sum of all entries, each
-    with the weight of its row times that of its column."""
+    """A square table of `side` entries a side, resized to each frame: a patch takes a weighted sum of all entries."""
 
     side: int
 
     def by_row(self, positions: Array, rows: int, columns: int) -> Mapping[str, Array]:
-        """See `Table`."""
+        """See `Table`. table_weights: float32 (P, 2, side): the weight of an entry is that of its row times that of its
+        column."""
         axes = [_smoothed_axis(length, self.side)[positions[:, axis]] for axis, length in enumerate((rows, columns))]
         return {"table_weights": np.stack(axes, axis=1)}
 
@@ -82,6 +71,8 @@ def _smoothed_axis(length: int, table_side: int) -> Array:
 class _Cosmos3Edge(TowerModel):
     """visual, projector: transformers'. table: of positions, float32 (side², hidden)."""
 
+    parts = ("visual.", "projector.")
+    layers_at = "visual.encoder.layers"
     patch_embedding = "visual.embeddings.patch_embedding."
 
     def __init__(self, config: Any) -> None:
@@ -89,10 +80,8 @@ class _Cosmos3Edge(TowerModel):
         self.visual: Any = Cosmos3EdgeVisionModel(config.vision_config)
         self.projector = Cosmos3EdgePatchMerger(config)
 
-    @property
-    def layers(self) -> nn.ModuleList:
-        layers: nn.ModuleList = self.visual.encoder.layers
-        return layers
+    def find(self, checkpoint: Checkpoint) -> Mapping[str, Stored]:
+        return {own_name(name): each for name, each in super().find(checkpoint).items()}
 
     def embed_with(self, loaded: LoadedModel, normalisation: Normalisation) -> None:
         weight, bias = (loaded.weights[f"{self.patch_embedding}{name}"] for name in ("weight", "bias"))
@@ -104,14 +93,12 @@ class _Cosmos3Edge(TowerModel):
         del self.visual.embeddings
 
     def sizes(self) -> TowerSizes:
-        # Of each patch the table is multiplied, too.
-        patch_weights = self.patch_embed.weight.numel() + self.table.numel()
-        return sizes_of(self.vision.hidden_size, self.layers, patch_weights, self.projector)
+        sizes = super().sizes()
+        return replace(sizes, patch_weights=sizes.patch_weights + self.table.numel())  # each patch multiplies the table
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Tokens (T, D) of patches uint8 (P, values)."""
-        assert layout.table_weights is not None
-        row, column = layout.table_weights.unbind(1)
+        row, column = layout.by_row["table_weights"].unbind(1)
         places = (row[:, :, None] * column[:, None]).flatten(1) @ self.table
         rows = self.patch_embed(patches)
         rows = rows + places.to(rows.dtype)

@@ -28,9 +28,9 @@ import numpy as np
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import Grid, Modality, SizePx
-from gridsieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_least_a_token, at_most
+from gridsieve.families.parts.sampling import from_first_to_last
+from gridsieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_least_a_token, at_most, by_slice
 from gridsieve.services.preprocessing.prompt.layout import Expansion
-from gridsieve.services.preprocessing.prompt.positions import GridSpan
 from gridsieve.services.preprocessing.video.resize import PixelBudget, smart_resize
 from gridsieve.services.preprocessing.video.sampling import MAX_FRAMES, FrameBounds, FrameSampling
 from gridsieve.services.preprocessing.video.timing import TimeBase
@@ -59,7 +59,6 @@ class Glm4V(QwenVL):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
-        """Raises StartupError for settings that are not supported or contradict each other."""
         video = checkpoint.processor("video")
         return cls.read_own(checkpoint, video.number("fps", _FPS), video.number("max_duration", _MAX_LENGTH_S))
 
@@ -83,7 +82,7 @@ class Glm4V(QwenVL):
         frames = bounds.num_frames or min(max(len(own), bounds.min_frames), bounds.max_frames)
         if frames == len(own):
             return tuple(own)
-        return tuple(np.linspace(0, total_frames - 1, min(frames, total_frames)).round().astype(int).tolist())
+        return from_first_to_last(total_frames, min(frames, total_frames))
 
     def own_indices(self, total_frames: int, rate: float, bounds: FrameBounds) -> Sequence[int]:
         """Those of transformers, whatever their number. rate: frames a second of the video."""
@@ -98,7 +97,6 @@ class Glm4V(QwenVL):
         return list(dict.fromkeys(min(last, math.ceil(time_s * rate)) for time_s in times_s))
 
     def image_size(self, height_px: int, width_px: int, wish: FrameSampling) -> SizePx:
-        """Height and width of an image after resizing. Raises MediaRejected."""
         return self._size(height_px, width_px, self.frame_bounds.temporal_patch, self.image_budget, wish)
 
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
@@ -113,15 +111,8 @@ class Glm4V(QwenVL):
         return smart_resize(*at_least_a_token(height_px, width_px, self.token_px), budget, frames, frames)
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
-        """For each slice its grid between image markers, and its time. For an image one grid alone."""
-        one = GridSpan(Grid(1, grid.h, grid.w), Fraction(0))
-        if base is None:
-            return (one,)
-        return tuple(
-            part
-            for seconds in base.slices_s
-            for part in ("<|begin_of_image|>", one, f"<|end_of_image|>{self.time_text(seconds)}")
-        )
+        """For each slice its grid between image markers, and its time."""
+        return by_slice(grid, base, lambda s: ("<|begin_of_image|>", f"<|end_of_image|>{self.time_text(s)}"))
 
     def time_text(self, seconds: float) -> str:
         """The text after a slice whose first frame is shown then."""
@@ -130,11 +121,8 @@ class Glm4V(QwenVL):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glm46V(Glm4V):
-    """The settings of one checkpoint."""
-
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
-        """Raises StartupError for settings that are not supported or contradict each other."""
         return cls.read_own(checkpoint, _BY_LENGTH, math.inf)
 
     def own_indices(self, total_frames: int, rate: float, bounds: FrameBounds) -> Sequence[int]:
@@ -157,7 +145,6 @@ class Glm46V(Glm4V):
         return list(dict.fromkeys(found))
 
     def time_text(self, seconds: float) -> str:
-        """The text after a slice whose first frame is shown then."""
         return f"{seconds:.1f} seconds"
 
 

@@ -8,6 +8,7 @@ zai-org/GLM-4.1V-9B-Thinking and zai-org/GLM-4.5V.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from transformers import Glm4vConfig, Glm4vMoeConfig, Glm46VConfig, Glm46VForConditionalGeneration
@@ -23,9 +24,7 @@ from transformers.models.glm4v_moe.modeling_glm4v_moe import (
     Glm4vMoeTextRotaryEmbedding,
 )
 
-from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.common.contract.errors import StartupError
-from gridsieve.services.generation.loading.text_family import TextClasses, TextFamily
+from gridsieve.families.parts.linear_text import by_text_type
 from gridsieve.services.generation.loading.weights import Named
 from gridsieve.services.generation.parallel.sharding import PACKED
 
@@ -44,25 +43,9 @@ _PLAN: Mapping[str, str] = {
 _LAYERS = 46
 
 
-def _family(config_class: Any, whole_class: Any) -> TextFamily:
-    """config_class, whole_class: transformers', of the whole model."""
-
-    def config(checkpoint: Checkpoint) -> Any:
-        found = checkpoint.config_as(config_class)
-        if (text := found.text_config).model_type not in _TEXT_CLASSES:
-            raise StartupError(
-                f"text_config.model_type {text.model_type!r} is not supported, only {', '.join(_TEXT_CLASSES)}"
-            )
-        if text.model_type == _DENSE:
-            text.base_model_tp_plan = dict(_PLAN)
-        return found
-
-    return TextFamily(
-        config,
-        lambda config: TextClasses(whole_class, *_TEXT_CLASSES[config.text_config.model_type]),
-        ("model.language_model.",),
-        named=_without_drafts,
-    )
+def _set_plan(text: Any) -> None:
+    if text.model_type == _DENSE:
+        text.base_model_tp_plan = dict(_PLAN)
 
 
 def _without_drafts(config: Any) -> Named:
@@ -74,6 +57,13 @@ def _without_drafts(config: Any) -> Named:
     return lambda name: None if name.startswith(unread) else name
 
 
+_family = partial(
+    by_text_type,
+    text_classes=_TEXT_CLASSES,
+    prefixes=("model.language_model.",),
+    change_config=_set_plan,
+    named=_without_drafts,
+)
 GLM4V = _family(Glm4vConfig, Glm4vForConditionalGeneration)
 GLM4V_MOE = _family(Glm4vMoeConfig, Glm4vMoeForConditionalGeneration)
 GLM46V = _family(Glm46VConfig, Glm46VForConditionalGeneration)

@@ -19,8 +19,8 @@ from transformers.models.glm4v.modeling_glm4v import (
 )
 
 from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.families.parts.tables import InterpolatedTable
 from gridsieve.services.encoder.tower.packing import Array, PackedLayout, TowerShape
-from gridsieve.services.encoder.tower.tables import InterpolatedTable
 from gridsieve.services.encoder.tower.tower import Tower
 from gridsieve.services.encoder.tower.vision_model import RunOptions, make_tower, vision_config
 
@@ -41,7 +41,6 @@ class _Tower(Glm4vVisionModel):
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """What it raises: see `make_tower`."""
     config = vision_config(checkpoint, Glm4vVisionConfig)
     table = InterpolatedTable(config.image_size // config.patch_size, _cubic_axis)
     return make_tower(
@@ -58,7 +57,7 @@ def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
 
 
 def _keywords(layout: PackedLayout[Tensor]) -> dict[str, Any]:
-    return {"grid_thw": (layout.interpolation_indices, layout.interpolation_weights)}  # for the embeddings alone
+    return {"grid_thw": (layout.by_row["entries"], layout.by_row["weights"])}  # for the embeddings alone
 
 
 def _cubic_axis(places: Array, length: int, table_side: int) -> tuple[Array, Array]:

@@ -20,6 +20,7 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
 from gridsieve.common.fields import Fields
+from gridsieve.families.parts.sampling import count_of
 from gridsieve.services.preprocessing.layouts.family import Family
 from gridsieve.services.preprocessing.layouts.processors import SQUARE, check_processors, size_of
 from gridsieve.services.preprocessing.prompt.control_tokens import named_tokens
@@ -44,7 +45,6 @@ class InternVL(Family):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> InternVL:
-        """Raises StartupError for settings that are not supported or contradict each other."""
         config, image = checkpoint.config, checkpoint.processor("image")
         video = checkpoint.processor("video") or image
         vision, names = config.part("vision_config"), named_tokens(checkpoint)
@@ -69,9 +69,7 @@ class InternVL(Family):
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
         """The middle of each of evenly divided shares."""
-        wanted = int(total_frames / float(average_rate) * bounds.fps)
-        frames = bounds.num_frames or max(1, min(max(wanted, bounds.min_frames), bounds.max_frames, total_frames))
-        frames = min(frames, total_frames)
+        frames = count_of(total_frames, average_rate, bounds)
         return tuple(int((index + 0.5) * total_frames / frames) for index in range(frames))
 
     def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
@@ -90,11 +88,9 @@ class InternVL(Family):
         return ImageLayout(FrameShape(len(views), size), views, grid, self.expansion(grid, None))
 
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
-        """The size of every frame."""
         return self.fixed_size((self.side_px, self.side_px), wish)
 
     def video_grid(self, frames: int, height_px: int, width_px: int) -> Grid:
-        """The grid of a video."""
         side = self.side_px // self.token_px
         return Grid(frames, side, side)
 

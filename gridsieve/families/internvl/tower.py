@@ -16,8 +16,8 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.fields import Fields
-from gridsieve.services.encoder.tower.projected import load_projected
-from gridsieve.services.encoder.tower.tiles import one_after_the_other
+from gridsieve.families.parts.projected import load_projected
+from gridsieve.families.parts.tiles import one_after_the_other
 from gridsieve.services.encoder.tower.tower import Tower
 from gridsieve.services.encoder.tower.vision_model import RunOptions
 
@@ -36,7 +36,6 @@ class _Projector(InternVLMultiModalProjector):
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(InternVLConfig)
     vision = config.vision_config
     if not (vision.use_mean_pooling and vision.use_absolute_position_embeddings) or vision.use_mask_token:

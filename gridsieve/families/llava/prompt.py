@@ -72,7 +72,6 @@ class Llava(Family):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Llava:
-        """Raises StartupError for settings that are not supported or contradict each other."""
         config, image = checkpoint.config, checkpoint.processor("image")
         vision = config.part("vision_config")
         tower = str(vision.get("model_type", CLIP))

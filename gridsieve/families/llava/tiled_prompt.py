@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any, Self
 
-from gridsieve.common.contract.plan import FrameShape, Grid, SizePx
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
+from gridsieve.common.fields import Fields
 from gridsieve.families.llava.anyres import AnyRes
+from gridsieve.families.parts.sampling import count_of, firsts_of_shares
 from gridsieve.services.preprocessing.layouts.family import Family
+from gridsieve.services.preprocessing.layouts.processors import check_processors, placeholder_of
 from gridsieve.services.preprocessing.prompt.layout import ImageLayout
 from gridsieve.services.preprocessing.prompt.positions import LinearSpan
 from gridsieve.services.preprocessing.video.resize import View
@@ -20,6 +27,37 @@ class TiledFamily(Family):
 
     anyres: AnyRes
     newline: int
+
+    @classmethod
+    def read(
+        cls,
+        checkpoint: Checkpoint,
+        anyres: AnyRes,
+        selects: str,
+        max_frames: int,
+        sizes_of: Callable[[Fields], Mapping[str, object]],
+        **own: Any,
+    ) -> Self:
+        """selects: the only `vision_feature_select_strategy`. max_frames: of a video, unless a request says otherwise.
+        sizes_of: the sizes that a processor makes, which must be those of a tile. own: fields of the subclass."""
+        config, image = checkpoint.config, checkpoint.processor("image")
+        video = checkpoint.processor("video") or image
+        check_processors(checkpoint, num_frames=None)
+        for name, settings in (("image", image), ("video", video)):
+            sizes = sizes_of(settings)
+            if any(each != anyres.tile_px for each in sizes.values()):
+                raise StartupError(f"the {name} processor's sizes are {sizes}, a tile's is {anyres.tile_px}")
+        if (selected := config.get("vision_feature_select_strategy", selects)) != selects:
+            raise StartupError(f"vision_feature_select_strategy {selected!r} is not supported, only {selects!r}")
+        return cls(
+            placeholders={kind: placeholder_of(checkpoint, kind) for kind in Modality},
+            token_px=config.part("vision_config").whole("patch_size"),
+            frame_bounds=FrameBounds(video.number("fps", 1.0), 1, max_frames, temporal_patch=1),
+            fixed_tokens=True,
+            anyres=anyres,
+            newline=config.part("text_config").whole("vocab_size"),
+            **own,
+        )
 
     def tiled(self, height_px: int, width_px: int) -> ImageLayout:
         """The layout of an image: the whole, and the tokens of its tiles with a newline after each row."""
@@ -37,11 +75,8 @@ class TiledFamily(Family):
         return ImageLayout(frames, (None, *views), grid, expansion)
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
-        """Evenly spaced from the first frame on, as in `BaseVideoProcessor.sample_frames` of transformers 5.24."""
-        wanted = int(total_frames / float(average_rate) * bounds.fps)
-        frames = bounds.num_frames or max(1, min(max(wanted, bounds.min_frames), bounds.max_frames, total_frames))
-        return tuple(int(index * total_frames / frames) for index in range(min(frames, total_frames)))
+        """The first of each of evenly divided shares."""
+        return firsts_of_shares(total_frames, count_of(total_frames, average_rate, bounds))
 
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
-        """The size of every frame."""
         return self.fixed_size((self.anyres.tile_px, self.anyres.tile_px), wish)

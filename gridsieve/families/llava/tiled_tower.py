@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gridsieve.common.contract.plan import MediaPlan
 from gridsieve.families.llava.anyres import AnyRes, Tiles
-from gridsieve.services.encoder.tower.tiles import check_plan
+from gridsieve.families.parts.tiles import check_plan
 from gridsieve.services.encoder.tower.tower import Arrangement
 
 

@@ -13,13 +13,12 @@ from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalPro
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.services.encoder.tower.projected import load_projected
+from gridsieve.families.parts.projected import load_projected
 from gridsieve.services.encoder.tower.tower import Tower
 from gridsieve.services.encoder.tower.vision_model import RunOptions
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     return load_projected(checkpoint, checkpoint.config_as(LlavaConfig), options)
 
 
@@ -34,7 +33,6 @@ class _MergingProjector(Mistral3MultiModalProjector):
 
 
 def load_mistral3(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(Mistral3Config)
     layers = config.vision_feature_layer
     if not isinstance(layers, int) and len(layers) > 1:

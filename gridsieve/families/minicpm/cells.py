@@ -24,7 +24,7 @@ class Cells:
     by_quotient: bool = False
 
     def by_row(self, positions: Array, rows: int, columns: int) -> Mapping[str, Array]:
-        """See `Table`."""
+        """See `Table`. cells: int64 (P,), the cell of each patch."""
         lengths = (rows, columns)
         if self.in_a_row:
             lengths = (1, len(positions))

@@ -13,17 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from transformers.models.llama.modeling_llama import LlamaModel, LlamaRotaryEmbedding
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Model, Qwen2RotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, Qwen3RotaryEmbedding
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.families.minicpm.versions import version_of
+from gridsieve.families.parts.linear_text import LINEAR_CLASSES
 from gridsieve.services.generation.loading.text_family import TextClasses, TextFamily
 
-_LLAMA = (LlamaConfig, TextClasses(LlamaForCausalLM, LlamaModel, LlamaRotaryEmbedding))
-_QWEN2 = (Qwen2Config, TextClasses(Qwen2ForCausalLM, Qwen2Model, Qwen2RotaryEmbedding))
-_QWEN3 = (Qwen3Config, TextClasses(Qwen3ForCausalLM, Qwen3Model, Qwen3RotaryEmbedding))
+_LLAMA = (LlamaConfig, TextClasses(LlamaForCausalLM, *LINEAR_CLASSES["llama"]))
+_QWEN2 = (Qwen2Config, TextClasses(Qwen2ForCausalLM, *LINEAR_CLASSES["qwen2"]))
+_QWEN3 = (Qwen3Config, TextClasses(Qwen3ForCausalLM, *LINEAR_CLASSES["qwen3"]))
 _BY_VERSION: Mapping[str, tuple[Any, TextClasses]] = {"2.5": _LLAMA, "2.6": _QWEN2, "4.0": _LLAMA, "4.5": _QWEN3}
 _NOT_OF_TEXT = ("model_type", "architectures", "auto_map", "vision_config", "slice_config", "version")
 

@@ -13,23 +13,22 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.siglip.configuration_siglip import SiglipVisionConfig
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import MediaPlan, Modality
 from gridsieve.families.minicpm.cells import Cells
+from gridsieve.families.minicpm.resampler import Resampler, ResamplerShape
 from gridsieve.families.minicpm.versions import queries_of, version_of
+from gridsieve.families.parts.projected import pass_ends_on, side_of
+from gridsieve.families.parts.tiles import check_plan
 from gridsieve.services.encoder.tower.attention import Attend, Resampling
-from gridsieve.services.encoder.tower.packing import PackedLayout, TowerShape
-from gridsieve.services.encoder.tower.patches import Normalisation, PatchShape, read_normalisation
-from gridsieve.services.encoder.tower.projected import pass_ends_on, side_of
-from gridsieve.services.encoder.tower.resampler import Resampler
-from gridsieve.services.encoder.tower.tiles import check_plan
+from gridsieve.services.encoder.tower.packing import PackedLayout
+from gridsieve.services.encoder.tower.patches import Normalisation, PatchShape
 from gridsieve.services.encoder.tower.tower import Arrangement, Tower, TowerSizes, linear_weights
 from gridsieve.services.encoder.tower.vision_model import LoadedModel, RunOptions, TowerModel, assemble
-from gridsieve.services.encoder.tower.weights import find_parts
 
 # The version whose slices are groups of frames.
 _GROUPING = "4.5"
@@ -37,17 +36,15 @@ _GROUPING = "4.5"
 _IN_A_ROW = "2.5"
 _TENTH_S = 0.1
 
-_TOWER, _RESAMPLER = "vpm.", "resampler."
-
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config, version = checkpoint.config, version_of(checkpoint.config)
     vision = checkpoint.config_as(SiglipVisionConfig, part="vision_config")
     if config.get("drop_vision_last_layer", False):
         vision.num_hidden_layers -= 1
     queries, width = queries_of(config), config.whole("hidden_size")
     patch_px, timed = side_of(vision.patch_size), version == _GROUPING
+    cells = Cells(side_of(vision.image_size) // patch_px, in_a_row=version == _IN_A_ROW)
 
     def arrange(plan: MediaPlan) -> Arrangement:
         frames, is_video = plan.frames, plan.modality is Modality.VIDEO
@@ -60,17 +57,10 @@ def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
         return Arrangement(queries, times=tuple(map(time_number, plan.timestamps_s)) if timed else ())
 
     return assemble(
+        checkpoint,
         _MiniCPMV.on_meta(vision, queries, width),
-        find_parts(checkpoint, (_TOWER, _RESAMPLER)),
-        read_normalisation(checkpoint),
         options,
-        shape=TowerShape(
-            1,
-            queries=queries,
-            table=Cells(side_of(vision.image_size) // patch_px, in_a_row=version == _IN_A_ROW),
-            timed=timed,
-        ),
-        patches=PatchShape(patch_px, 1, 1, queries=queries),
+        patches=PatchShape(patch_px, ResamplerShape(1, table=cells, queries=queries, timed=timed)),
         embed_dim=width,
         arrange=arrange,
     )
@@ -87,8 +77,10 @@ class _MiniCPMV(TowerModel):
     """vpm: transformers' SigLIP without its head. places: stored positions, (cells, hidden)."""
 
     places: Tensor
-    patch_embedding = f"{_TOWER}embeddings.patch_embedding."
-    unread = (f"{_TOWER}encoder.",)
+    parts = ("vpm.", "resampler.")
+    layers_at = "vpm.encoder.layers"
+    patch_embedding = "vpm.embeddings.patch_embedding."
+    unread = ("vpm.encoder.",)
 
     def __init__(self, vision: SiglipVisionConfig, queries: int, width: int) -> None:
         super().__init__(vision)
@@ -98,13 +90,8 @@ class _MiniCPMV(TowerModel):
         self.resampling = Resampling(queries, self.resampler.attn.num_heads, self.resampler.attn.head_dim)
         pass_ends_on(self.vpm)
 
-    @property
-    def layers(self) -> nn.ModuleList:
-        layers: nn.ModuleList = self.vpm.encoder.layers
-        return layers
-
     def embed_with(self, loaded: LoadedModel, normalisation: Normalisation) -> None:
-        self.patch_embed = loaded.folded(normalisation)
+        super().embed_with(loaded, normalisation)
         self.places = self.vpm.embeddings.position_embedding.weight
         del self.vpm.embeddings
 
@@ -118,8 +105,7 @@ class _MiniCPMV(TowerModel):
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Tokens (S · queries, D) of patches uint8 (P, values)."""
-        assert layout.cells is not None
-        rows = self.patch_embed(patches) + self.places[layout.cells]
+        rows = self.patch_embed(patches) + self.places[layout.by_row["cells"]]
         states = rows[None]
         for layer in self.layers:
             states = layer(

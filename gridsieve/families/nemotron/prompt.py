@@ -21,6 +21,7 @@ from fractions import Fraction
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
 from gridsieve.common.contract.tensors import DType
+from gridsieve.families.parts.sampling import count_of, firsts_of_shares
 from gridsieve.services.preprocessing.layouts.family import Family
 from gridsieve.services.preprocessing.layouts.processors import check_processors
 from gridsieve.services.preprocessing.prompt.control_tokens import named_tokens
@@ -56,7 +57,6 @@ class NemotronHOmni(Family):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> NemotronHOmni:
-        """Raises StartupError for settings that are not supported or contradict each other."""
         image = checkpoint.processor("image")
         video = checkpoint.processor("video") or image
         patch_px, ratio = image.whole("patch_size", _PATCH_PX), image.number("downsample_ratio", _DOWNSAMPLE_RATIO)
@@ -93,10 +93,7 @@ class NemotronHOmni(Family):
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
         """The first of each of evenly divided shares."""
-        wanted = int(total_frames / float(average_rate) * bounds.fps)
-        frames = bounds.num_frames or min(max(wanted, bounds.min_frames), bounds.max_frames)
-        frames = max(1, min(frames, total_frames))
-        return tuple(number * total_frames // frames for number in range(frames))
+        return firsts_of_shares(total_frames, count_of(total_frames, average_rate, bounds))
 
     def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
         """One frame, near the picture's own size."""

@@ -12,7 +12,8 @@ Source: `NemotronH_Omni_Reasoning_V3` and `RadioModel` of transformers 5.24, who
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,17 +27,11 @@ from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import (
 from transformers.models.radio.modeling_radio import RadioModel
 
 from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.families.parts.tables import InterpolatedTable
 from gridsieve.services.encoder.tower.attention import Attend
-from gridsieve.services.encoder.tower.packing import Array, PackedLayout, TowerShape
-from gridsieve.services.encoder.tower.patches import (
-    CHANNELS,
-    FoldedPatchEmbed,
-    Normalisation,
-    PatchShape,
-    read_normalisation,
-)
-from gridsieve.services.encoder.tower.tables import InterpolatedTable
-from gridsieve.services.encoder.tower.tower import Tower, TowerSizes, sizes_of
+from gridsieve.services.encoder.tower.packing import Array, PackedLayout, Side, TowerShape
+from gridsieve.services.encoder.tower.patches import CHANNELS, FoldedPatchEmbed, Normalisation, PatchShape
+from gridsieve.services.encoder.tower.tower import Tower
 from gridsieve.services.encoder.tower.vision_model import LoadedModel, RunOptions, TowerModel, assemble
 from gridsieve.services.encoder.tower.weights import Stored, find_weights
 
@@ -70,34 +65,46 @@ _UNREAD = (f"{_TOWER}input_conditioner.", f"{_TOWER}summary_idxs")
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable."""
     config = checkpoint.config_as(NemotronH_Omni_Reasoning_V3_Config)
-    return load_radio(checkpoint, config, read_normalisation(checkpoint), options)
+    return load_radio(checkpoint, config, options)
 
 
-def load_radio(checkpoint: Checkpoint, config: Any, normalisation: Normalisation, options: RunOptions) -> Tower:
+def load_radio(
+    checkpoint: Checkpoint, config: Any, options: RunOptions, normalisation: Normalisation | None = None
+) -> Tower:
     """A tower of transformers' config of the whole model, which has tubelets if its vision_config has.
 
-    Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable.
+    normalisation, and what it raises: see `assemble`.
     """
     vision, merge = config.vision_config, round(1 / config.downsample_ratio)
     frames, lead = vision.video_temporal_patch_size or 1, vision.num_summary_tokens
     table = InterpolatedTable(vision.max_img_size // vision.patch_size, _cell_axis, over_square=True)
+    kind = _TubeletShape if frames > 1 else TowerShape
+    shape = kind(merge, table=table, lead=lead, dropped=lead)
     return assemble(
+        checkpoint,
         _Nemotron.on_meta(config, merge),
-        _find(checkpoint),
-        normalisation,
         options,
-        shape=TowerShape(merge, table=table, lead=lead, dropped=lead, stills=frames > 1),
-        patches=PatchShape(vision.patch_size, merge, frames, lead, lead, frame_dtype=torch.float32),
+        normalisation,
+        patches=PatchShape(vision.patch_size, shape, frames, torch.float32),
         embed_dim=config.text_config.hidden_size,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _TubeletShape(TowerShape):
+    """Of a tower whose pictures have a projection of their own."""
+
+    def by_row(self, sides: Sequence[Side], rows: Sequence[int]) -> Mapping[str, Array]:
+        """stills: bool (P,), whether a patch is of a picture."""
+        return {"stills": np.repeat([side.still for side in sides for _ in side.times], rows)}
 
 
 class _Nemotron(TowerModel):
     """Transformers' modules, under their names. merge: patches per side of a token."""
 
     embed: _Embedding
+    layers_at = "vision_model.encoder.layer"
     patch_embedding = _EMBEDDINGS
     unread = _UNREAD
 
@@ -116,10 +123,16 @@ class _Nemotron(TowerModel):
         )
         self._merged = merge**2
 
-    @property
-    def layers(self) -> nn.ModuleList:
-        layers: nn.ModuleList = self.vision_model.encoder.layer
-        return layers
+    def find(self, checkpoint: Checkpoint) -> dict[str, Stored]:
+        """The queries, keys and values of a layer are one weight where they are stored as one."""
+        found: dict[str, Stored] = {}
+        for part, renamed in _PARTS.items():
+            for name, each in find_weights(checkpoint, (part,)).items():
+                name = renamed + name
+                for before, after in _RENAMED.items():
+                    name = name.replace(before, after)
+                found[name] = each
+        return found
 
     def complete(self, weights: dict[str, Tensor], device: torch.device) -> None:
         _split(weights)
@@ -133,10 +146,6 @@ class _Nemotron(TowerModel):
     def embed_with(self, loaded: LoadedModel, normalisation: Normalisation) -> None:
         self.embed = _embedding(normalisation, self.vision, loaded.weights, loaded.dtype)
         del self.vision_model.embeddings
-
-    def sizes(self) -> TowerSizes:
-        patch_weights = self.embed.patch_embed.weight.numel()
-        return sizes_of(self.vision.hidden_size, self.layers, patch_weights, self.multi_modal_projector)
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Tokens (T, D) of patches (P, values)."""
@@ -162,12 +171,11 @@ class _Embedding(nn.Module):
         self.positions, self.before = (nn.Parameter(each, requires_grad=False) for each in (positions, before))
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
-        assert layout.interpolation_indices is not None
         projected = self.patch_embed(patches)
-        if layout.stills is not None:
+        if "stills" in layout.by_row:
             of_picture, of_tubelet = projected.chunk(2, dim=1)
-            projected = torch.where(layout.stills[:, None], of_picture, of_tubelet)
-        entries, weights = layout.interpolation_indices, layout.interpolation_weights
+            projected = torch.where(layout.by_row["stills"][:, None], of_picture, of_tubelet)
+        entries, weights = layout.by_row["entries"], layout.by_row["weights"]
         places = F.embedding_bag(entries, self.positions, per_sample_weights=weights, mode="sum")
         row, number = layout.positions.unbind(1)
         is_before = row < 0
@@ -205,18 +213,6 @@ def _cell_axis(places: Array, length: int, table_side: int) -> tuple[Array, Arra
     above = (at - below)[:, None]
     entries = np.clip(below.astype(np.int64)[:, None] + np.arange(2), 0, table_side - 1)
     return entries, np.concatenate([1 - above, above], axis=1)
-
-
-def _find(checkpoint: Checkpoint) -> dict[str, Stored]:
-    """The weights of tower and projector by their names in transformers, but `qkv` where they are stored as one."""
-    found: dict[str, Stored] = {}
-    for part, renamed in _PARTS.items():
-        for name, each in find_weights(checkpoint, (part,)).items():
-            name = renamed + name
-            for before, after in _RENAMED.items():
-                name = name.replace(before, after)
-            found[name] = each
-    return found
 
 
 def _split(weights: dict[str, Tensor]) -> None:

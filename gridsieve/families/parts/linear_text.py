@@ -1,4 +1,5 @@
-"""Language models with one-dimensional positions, in the layout of LLaVA 1.5: Llama, Mistral, Qwen2 or Qwen3.
+"""Language models whose classes `text_config.model_type` names; of these, those with one-dimensional positions in the
+layout of LLaVA 1.5: Llama, Mistral, Qwen2 or Qwen3.
 
 Source: transformers 5.24; weight names of llava-hf/llava-1.5-7b-hf, llava-hf/LLaVA-NeXT-Video-7B-hf,
 llava-hf/llava-onevision-qwen2-7b-ov-hf, mistralai/Mistral-Small-3.1-24B-Instruct-2503 and OpenGVLab/InternVL3-8B-hf.
@@ -6,7 +7,7 @@ llava-hf/llava-onevision-qwen2-7b-ov-hf, mistralai/Mistral-Small-3.1-24B-Instruc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaRotaryEmbedding
@@ -21,7 +22,7 @@ from gridsieve.services.generation.loading.text_family import TextClasses, TextF
 
 # Of transformers 5, and of published checkpoints, whose output layer is below the text model, too.
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.")
-_TEXT_CLASSES: Mapping[str, tuple[Any, Any]] = {
+LINEAR_CLASSES: Mapping[str, tuple[Any, Any]] = {
     "llama": (LlamaModel, LlamaRotaryEmbedding),
     "mistral": (MistralModel, MistralRotaryEmbedding),
     "qwen2": (Qwen2Model, Qwen2RotaryEmbedding),
@@ -32,25 +33,43 @@ _TEXT_CLASSES: Mapping[str, tuple[Any, Any]] = {
 _DYNAMIC = "dynamic"
 
 
-def linear_family(config_class: Any, whole_class: Any, stored: Sequence[str] = ()) -> TextFamily:
-    """config_class, whole_class: transformers', of the whole model. stored: see `TextFamily`."""
+def by_text_type(
+    config_class: Any,
+    whole_class: Any,
+    text_classes: Mapping[str, tuple[Any, Any]],
+    prefixes: Sequence[str],
+    change_config: Callable[[Any], None],
+    **others: Any,
+) -> TextFamily:
+    """config_class, whole_class: transformers', of the whole model. text_classes: its text models and their rotary
+    embeddings, by its model_type. change_config: changes text_config. prefixes, others: see `TextFamily`.
+    """
 
     def config(checkpoint: Checkpoint) -> Any:
         found = checkpoint.config_as(config_class)
-        text = found.text_config
-        if text.model_type not in _TEXT_CLASSES:
+        if (text := found.text_config).model_type not in text_classes:
             raise StartupError(
-                f"text_config.model_type {text.model_type!r} is not supported, only {', '.join(_TEXT_CLASSES)}"
+                f"text_config.model_type {text.model_type!r} is not supported, only {', '.join(text_classes)}"
             )
-        rope = text.rope_parameters or {}
-        if rope.get("rope_type") == _DYNAMIC:
-            # Up to max_position_embeddings the frequencies are those of `default`, and `PromptLimit` keeps the
-            # positions of these models below it. transformers' class for `dynamic` would wait for the device in each
-            # forward.
-            text.rope_parameters = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        change_config(text)
         return found
 
     def classes(config: Any) -> TextClasses:
-        return TextClasses(whole_class, *_TEXT_CLASSES[config.text_config.model_type])
+        return TextClasses(whole_class, *text_classes[config.text_config.model_type])
 
-    return TextFamily(config, classes, _TEXT_PREFIXES, position_axes=1, stored=stored)
+    return TextFamily(config, classes, prefixes, **others)
+
+
+def linear_family(config_class: Any, whole_class: Any, stored: Sequence[str] = ()) -> TextFamily:
+    """config_class, whole_class: transformers', of the whole model. stored: see `TextFamily`."""
+    return by_text_type(
+        config_class, whole_class, LINEAR_CLASSES, _TEXT_PREFIXES, _simplify_rope, position_axes=1, stored=stored
+    )
+
+
+def _simplify_rope(text: Any) -> None:
+    """Up to max_position_embeddings the frequencies of `dynamic` are those of `default`, and `PromptLimit` keeps the
+    positions of these models below it. transformers' class for `dynamic` would wait for the device in each forward."""
+    rope = text.rope_parameters or {}
+    if rope.get("rope_type") == _DYNAMIC:
+        text.rope_parameters = {"rope_type": "default", "rope_theta": rope["rope_theta"]}

@@ -23,7 +23,8 @@ import numpy as np
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import Grid, SizePx
-from gridsieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_least_a_token, at_most
+from gridsieve.families.parts.sampling import count_of, from_first_to_last
+from gridsieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_least_a_token, at_most, by_slice
 from gridsieve.services.preprocessing.prompt.layout import Expansion
 from gridsieve.services.preprocessing.prompt.positions import GridSpan
 from gridsieve.services.preprocessing.video.resize import smart_resize
@@ -50,11 +51,8 @@ _WITHOUT_DEEPSTACK = ("qwen3_5", "qwen3_5_moe")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen2VL(QwenVL):
-    """The settings of one checkpoint."""
-
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
-        """Raises StartupError for settings that are not supported or contradict each other."""
         return cls.read(checkpoint, _DEFAULTS)
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
@@ -76,7 +74,6 @@ class Qwen2VL(QwenVL):
         return tuple(index for index in _torch_arange(total_frames, step) if index < total_frames)
 
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
-        """Height and width of each of a video's `frames` after resizing. Raises MediaRejected."""
         budget = self.video_budget if wish.max_pixels is None else at_most(self.video_budget, wish.max_pixels)
         if self.max_video_tokens is not None:
             total = int(self.max_video_tokens * budget.factor_px**2 * 0.9)
@@ -111,7 +108,6 @@ class Qwen25VL(Qwen2VL):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
-        """Raises StartupError for settings that are not supported or contradict each other."""
         per_second = checkpoint.config.part("vision_config").number("tokens_per_second", _TOKENS_PER_SECOND)
         return cls.read(checkpoint, _DEFAULTS, tokens_per_second=Fraction(str(per_second)))
 
@@ -130,16 +126,13 @@ class Qwen3VL(QwenVL):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
-        """Raises StartupError for settings that are not supported or contradict each other."""
         indexes = checkpoint.config.part("vision_config").get("deepstack_visual_indexes", _DEEPSTACK_INDEXES)
         levels = 0 if checkpoint.model_type in _WITHOUT_DEEPSTACK else len(indexes)
         return cls.read(checkpoint, _DEFAULTS_OF_3, embed_levels=levels)
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
         """Evenly spaced indices from the first frame to the last. Their number may be odd."""
-        wanted = int(total_frames / float(average_rate) * bounds.fps)
-        frames = bounds.num_frames or min(max(wanted, bounds.min_frames), bounds.max_frames, total_frames)
-        return tuple(np.linspace(0, total_frames - 1, frames).round().astype(int).tolist())
+        return from_first_to_last(total_frames, count_of(total_frames, average_rate, bounds))
 
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
         """Height and width of each of a video's `frames` after resizing. Raises MediaRejected.
@@ -158,12 +151,5 @@ class Qwen3VL(QwenVL):
         return smart_resize(*grown, budget, frames, round(frames / patch) * patch)
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
-        """For each slice its timestamp, and its grid between vision markers. For an image one grid alone."""
-        one = GridSpan(Grid(1, grid.h, grid.w), Fraction(0))
-        if base is None:
-            return (one,)
-        return tuple(
-            part
-            for seconds in base.slices_s
-            for part in (f"<{seconds:.1f} seconds><|vision_start|>", one, "<|vision_end|>")
-        )
+        """For each slice its timestamp, and its grid between vision markers."""
+        return by_slice(grid, base, lambda s: (f"<{s:.1f} seconds><|vision_start|>", "<|vision_end|>"))

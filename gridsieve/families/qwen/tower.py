@@ -7,7 +7,7 @@
     Qwen3.5       Qwen3-VL's without deepstack, also 3.6 and 3.8
 
 `Qwen3_5VisionModel` of transformers 5.24 is `Qwen3VLVisionModel` without the mergers of deepstack, layer for layer.
-Those of dense models and of mixtures of experts are alike. All loaders raise what `make_tower` raises.
+Those of dense models and of mixtures of experts are alike.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel, Qwen3VLVisionRotaryEmbedding
 
 from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.families.parts.tables import InterpolatedTable
 from gridsieve.services.encoder.tower.packing import Array, PackedLayout, TowerShape
-from gridsieve.services.encoder.tower.tables import InterpolatedTable
 from gridsieve.services.encoder.tower.tower import Tower
 from gridsieve.services.encoder.tower.vision_model import RunOptions, make_tower, vision_config
 
@@ -113,8 +113,8 @@ def _windows(layout: PackedLayout[Tensor]) -> dict[str, Tensor | int | None]:
     }
 
 
-def _entries(layout: PackedLayout[Tensor]) -> dict[str, Tensor | None]:
-    return {"interp_indices": layout.interpolation_indices, "interp_weights": layout.interpolation_weights}
+def _entries(layout: PackedLayout[Tensor]) -> dict[str, Tensor]:
+    return {"interp_indices": layout.by_row["entries"], "interp_weights": layout.by_row["weights"]}
 
 
 def _levels(output: Any) -> Tensor:

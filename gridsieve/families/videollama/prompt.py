@@ -41,13 +41,11 @@ class VideoLlama3(Qwen2VL):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
-        """Raises StartupError for settings that are not supported or contradict each other."""
         names = named_tokens(checkpoint)
         placeholders = {kind: names.get(f"{kind.value}_token", token) for kind, token in PLACEHOLDERS.items()}
         return cls.read(checkpoint, _DEFAULTS, placeholders=placeholders)
 
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
-        """Height and width of each of a video's `frames` after resizing. Raises MediaRejected."""
         budget, share = self.video_budget, self.video_budget.max_px // frames
         wished = share if wish.max_pixels is None else min(share, wish.max_pixels)
         # The least number of pixels stays above a share that is smaller, as in transformers.

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import VideoLlama3Config
 from transformers.models.video_llama_3.modeling_video_llama_3 import (
     VideoLlama3Projector,
@@ -25,30 +25,25 @@ from transformers.models.video_llama_3.modeling_video_llama_3 import (
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import MediaPlan, Modality
+from gridsieve.families.parts.tiles import check_plan
 from gridsieve.services.encoder.tower.attention import Attend
 from gridsieve.services.encoder.tower.packing import PackedLayout, TowerShape
-from gridsieve.services.encoder.tower.patches import Normalisation, PatchShape, read_normalisation
-from gridsieve.services.encoder.tower.tiles import check_plan
-from gridsieve.services.encoder.tower.tower import Arrangement, Tower, TowerSizes, sizes_of
+from gridsieve.services.encoder.tower.patches import Normalisation, PatchShape
+from gridsieve.services.encoder.tower.tower import Arrangement, Tower
 from gridsieve.services.encoder.tower.vision_model import LoadedModel, RunOptions, TowerModel, assemble
-from gridsieve.services.encoder.tower.weights import find_parts
 
-_TOWER, _PROJECTOR = "vision_model.", "projector."
 # Patches per side of a token of a video.
 _MERGE = 2
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(VideoLlama3Config)
     model, patch_px = _VideoLlama3.on_meta(config), int(config.vision_config.patch_size)
     return assemble(
+        checkpoint,
         model,
-        find_parts(checkpoint, (_TOWER, _PROJECTOR)),
-        read_normalisation(checkpoint),
         options,
-        shape=TowerShape(1),
-        patches=PatchShape(patch_px, 1, 1),
+        patches=PatchShape(patch_px, TowerShape(1)),
         embed_dim=config.text_config.hidden_size,
         features=config.vision_config.hidden_size,
         arrange=partial(_arranged, project=model.projector, patch_px=patch_px),
@@ -58,26 +53,20 @@ def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
 class _VideoLlama3(TowerModel):
     """vision_model, projector: transformers'."""
 
-    patch_embedding = f"{_TOWER}embeddings.patch_embedding."
+    parts = ("vision_model.", "projector.")
+    layers_at = "vision_model.encoder.layers"
+    patch_embedding = "vision_model.embeddings.patch_embedding."
 
     def __init__(self, config: Any) -> None:
         super().__init__(config.vision_config)
         self.vision_model: Any = VideoLlama3VisionModel(config.vision_config)
         self.projector = VideoLlama3Projector(config)
 
-    @property
-    def layers(self) -> nn.ModuleList:
-        layers: nn.ModuleList = self.vision_model.encoder.layers
-        return layers
-
     def embed_with(self, loaded: LoadedModel, normalisation: Normalisation) -> None:
-        self.patch_embed = loaded.folded(normalisation)
+        super().embed_with(loaded, normalisation)
         # Made again off the meta device: its frequencies are computed, not stored.
         self.vision_model.rotary_pos_emb = VideoLlama3VisionRotaryEmbedding(self.vision)
         del self.vision_model.embeddings
-
-    def sizes(self) -> TowerSizes:
-        return sizes_of(self.vision.hidden_size, self.layers, self.patch_embed.weight.numel(), self.projector)
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Features (P, hidden) of patches uint8 (P, values)."""

@@ -52,7 +52,7 @@ async def _serve(
 ) -> ExitStatus:
     tower, failed = towers.own, asyncio.Event()
     end = partial(asyncio.get_running_loop().call_soon_threadsafe, failed.set)
-    batcher = Batcher(towers.encode, towers.budget_tokens, towers.packing, end)
+    batcher = Batcher(towers.encode, towers.packing, end)
     towers.rank_failure.watch(partial(_abort, towers, batcher, end))
     cache = EmbedsCache(tower, batcher, ByteSemaphore(settings.output_buffer_bytes), settings.cache_bytes)
     output_bytes = ByteSemaphore(settings.output_buffer_bytes)

@@ -35,7 +35,7 @@ from gridsieve.common.contract.errors import Unavailable
 from gridsieve.common.telemetry.metrics import busy
 from gridsieve.services.compute.transfers import Computed
 from gridsieve.services.encoder.metrics import BATCH_SLICES, BATCH_TOKENS
-from gridsieve.services.encoder.tower.graph_buckets import NOTHING, PackingLimit, Size, excess, fitting, token_limit
+from gridsieve.services.encoder.tower.graph_buckets import NOTHING, PackingLimit, Size, excess, fitting
 from gridsieve.services.encoder.tower.patches import Frames
 
 log = structlog.get_logger()
@@ -80,15 +80,11 @@ class Batcher:
     def __init__(
         self,
         encode: Encode,
-        budget_tokens: int,
-        packing: PackingLimit | None = None,
+        packing: PackingLimit,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
-        """packing: limits a forward further, where tokens are not the only limit. on_end: called in the thread if an
-        error ends it."""
-        self.budget_tokens = budget_tokens
-        self._packing = packing
-        self._largest = packing.largest if packing else token_limit(budget_tokens)
+        """packing: of a forward. on_end: called in the thread if an error ends it."""
+        self.packing = packing
         self._encode = encode
         self._queue: deque[_Slice] = deque()
         self._changed = threading.Condition()  # guards the queue and the three fields below
@@ -129,21 +125,18 @@ class Batcher:
         self,
         frames: Frames,
         target: Tensor,
-        tokens: int | None = None,
         store: Callable[[Tensor], object] | None = None,
         adapter: bytes = b"",
     ) -> Future[ForwardTimes]:
         """Queues a slice; the future completes once `target` holds its embeddings, or with the forward's error.
 
-        tokens, store: where the tower makes more tokens of a slice than `target` holds, their number, and what puts
-        them there, in the tower's thread. adapter: digest of the one that it is encoded with; empty: none.
+        store: puts the tower's tokens of the slice there, in the tower's thread; None: as they are. adapter: digest of
+        the one that it is encoded with; empty: none.
 
         Cancelling the future before its forward starts removes the slice from the queue.
         Raises Unavailable once it is not `alive`.
         """
-        tokens = tokens or target.shape[1]
-        size = self._packing.size_of(frames) if self._packing else Size(tokens, 1, 0, tokens)
-        piece = _Slice(frames, target, store or target.copy_, size, adapter)
+        piece = _Slice(frames, target, store or target.copy_, self.packing.size_of(frames), adapter)
         # A method, not a closure over the slice: the cycle would keep its target alive until the collector runs.
         piece.encoded.add_done_callback(self._withdraw)
         with self._changed:
@@ -295,7 +288,8 @@ class Batcher:
 
     def _take_fitting(self) -> list[_Slice]:
         """Takes the slices of the next forward from the queue."""
-        taken = list(islice(self._next_slices(), fitting((piece.size for piece in self._next_slices()), self._largest)))
+        count = fitting((piece.size for piece in self._next_slices()), self.packing.largest)
+        taken = list(islice(self._next_slices(), count))
         for piece in taken:
             self._queue.remove(piece)
         return taken
@@ -310,9 +304,9 @@ class Batcher:
         load = last = NOTHING
         for last in (piece.size for piece in self._next_slices()):
             load += last
-            if excess(load, self._largest):  # of a long queue no more is read
+            if excess(load, self.packing.largest):  # of a long queue no more is read
                 return True
-        return excess(load + last, self._largest) is not None
+        return excess(load + last, self.packing.largest) is not None
 
 
 def _tower_ended() -> Unavailable:

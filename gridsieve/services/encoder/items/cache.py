@@ -7,16 +7,18 @@
 Slices are found by content, too: a new entry copies those that a cached one has, so that parts of one film share what
 they show. Entries share no memory.
 
-An entry belongs to the requested items that wait for it; when the last one leaves an unfinished entry, its delivery is
-abandoned. Cached entries that nothing reads are evicted, least recently used first. Nothing waits for an eviction, so
-cached entries cannot block a request. It knows no gRPC and no prompts.
+A pending entry belongs to the requested items that wait for it; when the last one leaves it unfinished, its delivery
+is abandoned. Cached entries that nothing reads are evicted, least recently used first. Nothing waits for an eviction,
+so cached entries cannot block a request. It knows no gRPC and no prompts.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from time import monotonic_ns
 
 import torch
 from torch import Tensor
@@ -26,8 +28,9 @@ from gridsieve.common.contract.plan import DIGEST_BYTES, MediaPlan, tagged_diges
 from gridsieve.common.contract.retention import Pruning
 from gridsieve.common.telemetry.logs import add_request_stats
 from gridsieve.services.encoder.items.batcher import Batcher
-from gridsieve.services.encoder.items.cache_entry import CacheEntry
+from gridsieve.services.encoder.items.cache_entry import CacheEntry, StageTimes, copied_embeds
 from gridsieve.services.encoder.items.decoded_slices import SliceKey, num_encoded
+from gridsieve.services.encoder.items.pending_entry import PendingEntry
 from gridsieve.services.encoder.metrics import EVICTIONS, LOOKUPS
 from gridsieve.services.encoder.tower.tower import Tower
 
@@ -39,98 +42,107 @@ class EmbedsCache:
 
     def __init__(self, tower: Tower, batcher: Batcher, encoding_bytes: ByteSemaphore, size_bytes: int) -> None:
         self.tower = tower
+        self.batcher = batcher
         self.encoding_bytes = encoding_bytes
         self.size_bytes = size_bytes
         self.held_bytes = 0  # of cached entries
         self.waiters = 0  # requested items that wait for an entry or read it
-        self._batcher = batcher
-        self._entries: dict[bytes, CacheEntry] = {}
-        self._idle: OrderedDict[CacheEntry, None] = OrderedDict()  # cached and not read, least recently used first
-        self._idle_bytes = 0
-        self._slices: dict[SliceKey, tuple[CacheEntry, int]] = {}  # of cached entries, the latest with such a slice
+        self._pending: dict[bytes, PendingEntry] = {}
+        self._entries: OrderedDict[bytes, CacheEntry] = OrderedDict()  # cached, least recently used first
+        self._readers: Counter[CacheEntry] = Counter()  # of cached entries
+        self._slices: dict[SliceKey, CacheEntry] = {}  # the latest cached entry with such a slice
 
-    def join(self, plan: MediaPlan, chosen: Pruning | None = None, adapter: bytes = b"") -> CacheEntry:
-        """The item's entry, with the caller as a waiter until `leave`.
+    def join(self, plan: MediaPlan, chosen: Pruning | None = None, adapter: bytes = b"") -> PendingEntry | CacheEntry:
+        """The item's entry, or what becomes it, with the caller as a waiter until `leave`.
 
         chosen: how its tokens are chosen before the tower; None: all are encoded. adapter: digest of the one that it is
         encoded with; empty: none.
         """
         key = cache_key(plan, chosen, self.tower.dtype, self.tower.embed_levels, adapter)
-        entry = self._entries.get(key)
-        if entry is None or entry.failure is not None:
-            entry = self._entries[key] = self._new_entry(key, plan, chosen, adapter)
-            LOOKUPS.labels("miss").inc()
-        elif entry.cached:
+        self.waiters += 1
+        if entry := self._entries.get(key):
             LOOKUPS.labels("hit").inc()
             add_request_stats(cached_media=1)
+            self._readers[entry] += 1
+            return entry
+        pending = self._pending.get(key)
+        if pending is None or pending.failure is not None:
+            LOOKUPS.labels("miss").inc()
+            # Embeddings of two forwards differ in rounding.
+            encoding, reserved = secrets.token_bytes(DIGEST_BYTES), self.encoding_bytes
+            pending = PendingEntry(key, encoding, plan, self.tower, self.batcher, reserved, chosen, self._find, adapter)
+            self._pending[key] = pending
         else:
             LOOKUPS.labels("shared").inc()
-        return self._joined(entry)
+        pending.waiters += 1
+        return pending
 
-    def join_unshared(self, plan: MediaPlan) -> CacheEntry:
-        """An entry for embeddings that a prompt brought: remaking it is one copy, so it never evicts others."""
-        return self._joined(self._new_entry(None, plan))
+    async def bring(self, plan: MediaPlan, embeds: Tensor) -> CacheEntry:
+        """An entry of embeddings that a prompt brought, with the caller as a waiter until `leave`. Remaking it is one
+        copy, so it never evicts others.
 
-    def leave(self, entry: CacheEntry) -> None:
+        embeds: (1 + levels, tokens, D), any float dtype.
+        """
+        size_bytes, times = self.tower.embeds_bytes(embeds.shape[1]), StageTimes(begun_ns=monotonic_ns())
+        await self.encoding_bytes.reserve(size_bytes)
+        try:
+            with self.batcher.ending_on_device_errors():
+                own = await asyncio.to_thread(copied_embeds, embeds, self.tower)
+        except BaseException:
+            self.encoding_bytes.release(size_bytes)
+            raise
+        times.encoded_ns = monotonic_ns()
+        self.waiters += 1
+        return CacheEntry(b"", plan.content_hash, own, None, {}, times, 0, b"", size_bytes)
+
+    def leave(self, joined: PendingEntry | CacheEntry) -> None:
         """Removes a waiter. After the last one a complete entry is cached if it fits, and any other is dropped."""
-        entry.waiters -= 1
         self.waiters -= 1
-        if entry.waiters:
+        if isinstance(joined, CacheEntry):
+            self._end_reading(joined)
             return
-        if entry.cached or self._cache(entry):
-            self._idle[entry] = None
-            self._idle_bytes += entry.size_bytes
+        joined.waiters -= 1
+        if joined.waiters:
             return
-        self._drop(entry)
-        if entry.delivery is not None:
-            entry.delivery.abandoned()
+        if self._pending.get(joined.key) is joined:  # else it failed, and another took its place
+            del self._pending[joined.key]
+            if joined.entry is not None:
+                self._cache(joined.entry)
+        joined.close()
+        if joined.delivery is not None:
+            joined.delivery.abandoned()
 
-    def _new_entry(
-        self, key: bytes | None, plan: MediaPlan, chosen: Pruning | None = None, adapter: bytes = b""
-    ) -> CacheEntry:
-        # Embeddings that a prompt brings are named by their content; those of two forwards differ in rounding.
-        encoding = plan.content_hash if plan.brings_embeds else secrets.token_bytes(DIGEST_BYTES)
-        reserved = self.encoding_bytes
-        return CacheEntry(key, encoding, plan, self.tower, self._batcher, reserved, chosen, self._find, adapter)
+    def _end_reading(self, entry: CacheEntry) -> None:
+        if not entry.key:
+            self.encoding_bytes.release(entry.size_bytes)
+            return
+        self._readers[entry] -= 1
+        if not self._readers[entry]:
+            del self._readers[entry]
+            self._entries.move_to_end(entry.key)
 
     def _find(self, key: SliceKey) -> Tensor | None:
-        if key not in self._slices:
-            return None
-        entry, index = self._slices[key]
-        return entry.slice_embeds(index)
+        entry = self._slices.get(key)
+        return None if entry is None else entry.embeds[:, entry.rows[key]]
 
-    def _joined(self, entry: CacheEntry) -> CacheEntry:
-        if entry in self._idle:
-            del self._idle[entry]
-            self._idle_bytes -= entry.size_bytes
-        entry.waiters += 1
-        self.waiters += 1
-        return entry
-
-    def _cache(self, entry: CacheEntry) -> bool:
-        """Caches a complete entry, evicting idle ones; False, with nothing evicted, if it cannot fit."""
-        read_bytes = self.held_bytes - self._idle_bytes
-        if not entry.cacheable or read_bytes + entry.size_bytes > self.size_bytes:
-            return False
+    def _cache(self, entry: CacheEntry) -> None:
+        """Caches an entry, evicting others that nothing reads, unless it cannot fit."""
+        read_bytes = sum(each.size_bytes for each in self._readers)
+        if read_bytes + entry.size_bytes > self.size_bytes:
+            return
         while self.held_bytes + entry.size_bytes > self.size_bytes:
-            oldest, _ = self._idle.popitem(last=False)
-            self._idle_bytes -= oldest.size_bytes
-            self.held_bytes -= oldest.size_bytes
-            self._drop(oldest)
-            EVICTIONS.inc()
-        entry.cached = True
-        self._slices |= {key: (entry, index) for index, key in enumerate(entry.slices.keys) if key}
+            self._evict(next(each for each in self._entries.values() if each not in self._readers))
+        self._entries[entry.key] = entry
+        self._slices |= dict.fromkeys(entry.rows, entry)
         self.held_bytes += entry.size_bytes
-        entry.release_reservation()
-        return True
 
-    def _drop(self, entry: CacheEntry) -> None:
-        if entry.key is not None and self._entries.get(entry.key) is entry:
-            del self._entries[entry.key]
-        for key in entry.slices.keys:
-            if key in self._slices and self._slices[key][0] is entry:
+    def _evict(self, entry: CacheEntry) -> None:
+        del self._entries[entry.key]
+        for key in entry.rows:
+            if self._slices.get(key) is entry:
                 del self._slices[key]
-        entry.close()
+        self.held_bytes -= entry.size_bytes
+        EVICTIONS.inc()
 
 
 def cache_key(

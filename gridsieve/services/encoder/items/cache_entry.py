@@ -1,42 +1,19 @@
-"""A cache entry: the embeddings of one media item, while they are made and while they are kept.
-
-    reserve ──▶ add_slice × t ────▶ complete ──▶ close
-    (bytes)     (queued for the     (all slices    (bytes released,
-                 tower, in order;    encoded)       queued slices cancelled)
-                 or copied)
-          └───▶ fill ──────────────▲
-                (embeddings that came with the prompt)
-
-The tower sees each slice by itself, so a slice that repeats an earlier one of its item, or that a cached entry has, is
-copied. It knows neither gRPC nor where frames come from. It belongs to one event loop.
-"""
+"""A cache entry: the embeddings of one media item, all made. Nothing of it changes any more but its scores, which are
+added when a method first asks for them."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from functools import partial
-from time import monotonic_ns
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from gridsieve.common.byte_semaphore import ByteSemaphore
-from gridsieve.common.contract.errors import Unavailable
-from gridsieve.common.contract.plan import Int32Array, MediaPlan, Modality
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.plan import Int32Array
 from gridsieve.services.compute.transfers import Computed
-from gridsieve.services.encoder.items.batcher import Batcher, ForwardTimes
-from gridsieve.services.encoder.items.decoded_slices import DecodedSlices, FrameSlice, SliceKey, num_encoded
-from gridsieve.services.encoder.metrics import REUSED_SLICES
-from gridsieve.services.encoder.pruning.methods import SCORES_BYTES, Scores
-from gridsieve.services.encoder.tower.patches import Frames, KeptFrames, TimedFrames, whole
+from gridsieve.services.encoder.items.decoded_slices import SliceKey
+from gridsieve.services.encoder.pruning.methods import Scores
 from gridsieve.services.encoder.tower.tower import Tower
-
-# Slices of one entry that may be queued for the tower, in forwards; further slices hold the decoder back.
-_FORWARDS_AHEAD = 2
 
 
 @dataclass(slots=True)
@@ -53,375 +30,38 @@ class StageTimes:
     pruned_ns: int = 0
 
 
-class Delivery:
-    """One stream fills one cache entry, from before it selects the item until the last slice or the stream's failure.
-
-    The stream owns it. An entry has one delivery at a time; it gets another one if the stream fails.
-    media_index: of the item in the stream. abandoned: what to call once no requested item waits for the entry.
-    """
-
-    def __init__(self, media_index: int, entry: CacheEntry, abandoned: Callable[[], None]) -> None:
-        assert entry.needs_delivery
-        self.media_index = media_index
-        self.entry = entry
-        self.abandoned = abandoned
-        entry.delivery = self
-
-    @property
-    def active(self) -> bool:
-        """Whether the entry still takes slices from this delivery."""
-        return self.entry.delivery is self
-
-    @property
-    def wanted(self) -> bool:
-        """Whether a requested item waits for these slices."""
-        return self.active and self.entry.waiters > 0
-
-    def end(self) -> None:
-        """Leaves the entry to another delivery, if slices are missing; may be called twice."""
-        if self.active:
-            self.entry.delivery = None
-            self.entry.notify()
-
-
+@dataclass(frozen=True, slots=True, eq=False)
 class CacheEntry:
     """Embeddings of one media item, (1 + levels, tokens, D), before it is pruned by their scores, and these scores.
 
-    chosen: how its tokens are chosen before the tower: it then has embeddings of these alone. None: of all tokens.
-    key: its cache key; None: the entry is never found by others and never cached.
-    encoding: 32 bytes that name its embeddings: equal names mean equal bytes.
-    slices: the decoded ones.
-    waiters: how many requested items wait for it or read it. cached: the cache keeps it when they have left.
-    delivery: brings its slices. None: no stream does, and the next waiter selects the item from its own stream.
-    failure: why it will never be complete. The counts of slices never decrease.
-    ready_slices: how many slices, from the first on, have their embeddings, all of them.
+    key: its cache key; empty: it is of one request, and never cached. encoding: 32 bytes that name its embeddings:
+    equal names mean equal bytes. kept: the tokens of the grid that it has, int32 (tokens,), increasing; None: all.
+    rows: of the slices that others may copy. reference: what was last shown of each place, if it was asked for.
+    size_bytes: that it takes in the cache: embeddings, and references or the scores of every method.
+    scoring: held while scores are added, as items are gathered in several threads.
     """
 
-    def __init__(
-        self,
-        key: bytes | None,
-        encoding: bytes,
-        plan: MediaPlan,
-        tower: Tower,
-        batcher: Batcher,
-        encoding_bytes: ByteSemaphore,
-        chosen: Pruning | None = None,
-        find: Callable[[SliceKey], Tensor | None] = lambda key: None,
-        adapter: bytes = b"",
-    ) -> None:
-        """find: the embeddings of an equal slice, (1 + levels, its tokens, D), if the cache has one. adapter: digest of
-        the one that it is encoded with; empty: none."""
-        self.chosen = chosen
-        self._adapter = adapter
-        self._find = find
-        self.key = key
-        self.encoding = encoding
-        self.plan = plan
-        self.scores: dict[str, Scores] = {}
-        self.scoring = threading.Lock()  # held while scores are added: items are gathered in several threads
-        self.waiters = 0
-        self.cached = False
-        self.delivery: Delivery | None = None
-        self.decoded_slices = 0
-        self.encoded_slices = 0
-        self.ready_slices = 0
-        self._done: set[int] = set()  # slices after these that are encoded
-        self.repaired_frames = 0
-        self.times = StageTimes()
-        self.queued_ns: int | None = None  # when the first slice was queued for the tower
-        self.entered_ns: int | None = None  # when the first forward with a slice of it began
-        self.failure: BaseException | None = None
-        self._tower = tower
-        self._arrangement = tower.arrangement(plan)
-        self.slices = DecodedSlices(plan, self._arrangement, chosen, adapter)
-        self.batcher = batcher
-        self._encoding_bytes = encoding_bytes
-        self._reserved_bytes = 0
-        self._buffer: Tensor | None = None
-        self._stored: set[int] = set()
-        self._arranged = False
-        self._closing = threading.Lock()  # held while the buffer is replaced
-        self._encoded: dict[int, asyncio.Future[ForwardTimes]] = {}
-        self._ahead = asyncio.Semaphore(max(1, _FORWARDS_AHEAD * batcher.budget_tokens // self._slice_load))
-        self._changed = asyncio.Event()
-
-    @property
-    def _slice_load(self) -> int:
-        """Merged patches of a slice, of its largest frames."""
-        plan = self.plan
-        if plan.brings_embeds:
-            return self._arrangement.slice_tokens
-        if self.chosen:  # on average: the first slice is whole
-            return -(-self.tokens // plan.slices)
-        sizes = {plan.frames.frame_px(0), plan.frames.frame_px(1)}
-        return max(1, *(self._tower.patches.load((plan.slice_frames, *size, 3)) for size in sizes))
-
-    @property
-    def tokens(self) -> int:
-        """How many it has of the grid; at most, until all slices are decoded."""
-        return self.slices.tokens
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that it takes in the cache: embeddings, and references or the scores of every method."""
-        beside = SCORES_BYTES * self.tokens
-        if self.chosen:
-            beside = len(self.chosen.reference) + len(self.slices.reference)
-        return embeds_bytes(self._tower, self.tokens) + beside
-
-    @property
-    def embeds(self) -> Tensor:
-        """(1 + levels, tokens, D) of a complete entry. Never written to again."""
-        assert self._buffer is not None
-        assert self.complete
-        return self._buffer
-
-    def slice_embeds(self, index: int) -> Tensor:
-        """(1 + levels, tokens, D) of a slice of a complete entry."""
-        return self.embeds[:, self.slices.rows[index]]
-
-    @property
-    def kept(self) -> Int32Array | None:
-        """The tokens that `embeds` has, int32 (tokens,), increasing; None: all."""
-        return self.slices.kept(0, self.plan.slices)
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether a slice of the grid is done when it has been through the tower."""
-        plan = self.plan
-        by_slice = self._arrangement.of_item is None and self._arrangement.slice_tokens == plan.grid.slice_tokens
-        return by_slice and plan.slices == plan.grid.t and not plan.brings_embeds
-
-    def part(self, start: int, end: int) -> tuple[Tensor, Int32Array | None]:
-        """Embeddings (1 + levels, n, D) of slices [start, end) that are ready, and the tokens that they have of the
-        grid, int32 (n,); None: all of them."""
-        assert self._buffer is not None
-        assert end <= self.ready_slices
-        rows = slice(self.slices.rows_before(start), self.slices.rows_before(end))
-        return self._buffer[:, rows], self.slices.kept(start, end)
-
-    @property
-    def complete(self) -> bool:
-        return self.failure is None and self.encoded_slices == self.plan.slices
-
-    @property
-    def cacheable(self) -> bool:
-        """Whether the cache may keep it: it is complete, and its memory is what `size_bytes` says."""
-        return self.key is not None and self.complete and not self._oversized
-
-    @property
-    def _oversized(self) -> bool:
-        """Whether it has memory for tokens that were not chosen."""
-        return self._buffer is not None and self.chosen is not None and self._buffer.shape[1] > self.tokens
-
-    @property
-    def decoded(self) -> bool:
-        return self.decoded_slices == self.plan.slices
-
-    @property
-    def needs_delivery(self) -> bool:
-        """Whether slices are missing that no stream brings."""
-        return self.delivery is None and self.failure is None and not self.decoded
-
-    async def wait_for_change(self) -> None:
-        """Waits until a slice is decoded or encoded, a delivery begins or ends, or the entry fails."""
-        await self._changed.wait()
-
-    def notify(self) -> None:
-        """Wakes everything that waits for a change."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def fail(self, error: BaseException) -> None:
-        """Fails the entry, and so all its waiters, unless it has failed before."""
-        self.failure = self.failure or error
-        self.notify()
-
-    async def reserve(self) -> None:
-        """Waits for bytes for all embeddings and allocates them; returns at once if the entry has them already.
-
-        Holds nothing if it raises.
-        """
-        if self._buffer is not None:
-            return
-        tokens = self.tokens
-        if not (self.plan.brings_embeds or self.chosen):
-            tokens = self._arrangement.tokens_before(self.plan.slices)
-        size_bytes = encoding_bytes(self._tower, self.plan, self.chosen)
-        await self._encoding_bytes.reserve(size_bytes)
-        self._reserved_bytes = size_bytes
-        shape = (1 + self._tower.embed_levels, tokens, self._tower.embed_dim)
-        allocate = partial(torch.empty, shape, dtype=self._tower.dtype, device=self._tower.device)
-        try:
-            with self.batcher.ending_on_device_errors():
-                self._buffer = await asyncio.to_thread(allocate)  # a device may have to free memory first
-        except BaseException:  # the device may be out of memory; the next delivery reserves again
-            self.release_reservation()
-            raise
-
-    async def add_slice(self, piece: FrameSlice) -> None:
-        """Queues the next slice for the tower; waits while enough slices of this entry are queued. Copies it instead,
-        if it is an equal one.
-
-        Slices that it has are skipped: every delivery starts at slice 0.
-        Raises Unavailable, and fails the entry, once the tower accepts no more slices; PeerContract for slices of more
-        or fewer tokens than are chosen.
-        """
-        if piece.index < self.decoded_slices:
-            return
-        rows = self.slices.add(piece)
-        self.repaired_frames += piece.repaired_frames
-        # Several workers decode a long video, so that its last slice need not be the last one done.
-        self.times.decoded_ns = max(self.times.decoded_ns or 0, piece.decoded_ns)
-        self.times.resized_ns = max(self.times.resized_ns or 0, piece.resized_ns)
-        self.decoded_slices += 1
-        self.queued_ns = self.queued_ns or monotonic_ns()
-        if rows.start == rows.stop:
-            self._count_encoded(piece.index)
-            return
-        self.notify()
-        if self._buffer is None or self.failure is not None:  # closed or failed while it was sent
-            return
-        key, target = self.slices.keys[piece.index], self._buffer[:, rows]
-        if piece.repeats is not None:
-            REUSED_SLICES.labels("repeated").inc()
-            source = self._buffer[:, self.slices.rows[piece.repeats]]
-            self._await_slice(piece.index, self._copied(source, target, self._encoded[piece.repeats]))
-        elif key and (cached := self._find(key)) is not None:
-            REUSED_SLICES.labels("cached").inc()
-            self._await_slice(piece.index, self._copied(cached, target))
-        else:
-            await self._queue(piece, target)
-
-    async def _copied(
-        self, source: Tensor, target: Tensor, made: asyncio.Future[ForwardTimes] | None = None
-    ) -> ForwardTimes:
-        """Copies embeddings, once they are made."""
-        if made is not None:
-            await asyncio.wait([made])
-            made.result()
-        begun_ns = monotonic_ns()
-        with self.batcher.ending_on_device_errors():
-            await asyncio.to_thread(_copy, source, target)
-        return ForwardTimes(begun_ns, monotonic_ns())
-
-    async def _queue(self, piece: FrameSlice, target: Tensor) -> None:
-        await self._ahead.acquire()
-        if self._buffer is None or self.failure is not None:  # closed or failed while it waited
-            self._ahead.release()
-            return
-        assert piece.frames is not None
-        dtype = self._tower.patches.frame_dtype
-        pixels = torch.frombuffer(piece.frames.data, dtype=dtype).view(piece.frames.shape)
-        frames = self._frames(piece, pixels)
-        try:
-            load = self._tower.patches.load(pixels.shape)
-            store = partial(self._store, piece.index, target)
-            submitted = self.batcher.submit(frames, target, load, store, self._adapter)
-        except Unavailable as error:
-            self._ahead.release()
-            self.fail(error)
-            raise
-        encoded = asyncio.wrap_future(submitted)
-        encoded.add_done_callback(lambda _: self._ahead.release())
-        self._await_slice(piece.index, encoded)
-
-    def _await_slice(self, index: int, times: Awaitable[ForwardTimes]) -> None:
-        encoded = asyncio.ensure_future(times)
-        encoded.add_done_callback(partial(self._slice_done, index))
-        self._encoded[index] = encoded
-
-    def _frames(self, piece: FrameSlice, pixels: Tensor) -> Frames:
-        """What the tower is given of a slice. pixels: (F, H, W, 3); the last ones of a video are made whole."""
-        if self.plan.modality is Modality.VIDEO:
-            pixels = whole(pixels, self._tower.patches)
-        if piece.kept is not None:
-            return KeptFrames(pixels, (self.plan.grid.h, self.plan.grid.w), tuple(piece.kept.tolist()))
-        times = self.slices.times_of(piece.index)
-        return TimedFrames(pixels, times) if times else pixels
-
-    def trim(self) -> None:
-        """Gives back the memory of a complete entry that was reserved for tokens that were not chosen."""
-        with self._closing:
-            if self._oversized:
-                assert self._buffer is not None
-                self._buffer = self._buffer[:, : self.tokens].clone()
-
-    async def fill(self, embeds: Tensor) -> None:
-        """Copies embeddings that came with the prompt, (1 + levels, tokens, D), any float dtype."""
-        assert self._buffer is not None
-        self.times.begun_ns = monotonic_ns()
-        with self.batcher.ending_on_device_errors():
-            await asyncio.to_thread(_copy, embeds, self._buffer)
-        self.times.encoded_ns = monotonic_ns()
-        self.decoded_slices = self.encoded_slices = self.ready_slices = self.plan.slices
-        self.notify()
-
-    def release_reservation(self) -> None:
-        """Releases its bytes of the semaphore, and keeps the buffer; may be called twice."""
-        if self._reserved_bytes:
-            self._encoding_bytes.release(self._reserved_bytes)
-            self._reserved_bytes = 0
-
-    def close(self) -> None:
-        """Removes its slices from the tower's queue and frees buffer and bytes; may be called twice."""
-        futures, self._encoded = self._encoded, {}
-        for encoded in futures.values():
-            encoded.cancel()
-        with self._closing:
-            self._buffer = None
-        self.scores = {}  # items refer to the entry until their request ends
-        self.release_reservation()
-
-    def _store(self, index: int, target: Tensor, rows: Tensor) -> None:
-        """Stores the tower's tokens of a slice, and after the last slice arranges all of them. It runs in the tower's
-        thread, and again for a slice whose forward lacked memory together with others."""
-        arrangement, buffer = self._arrangement, self._buffer
-        target.copy_(arrangement.of_slice(rows) if arrangement.of_slice else rows)
-        self._stored.add(index)
-        if arrangement.of_item and not self._arranged and len(self._stored) == self.plan.slices and buffer is not None:
-            arranged = arrangement.of_item(buffer)
-            with self._closing:
-                self._arranged = True
-                if self._buffer is not None:  # closed meanwhile
-                    self._buffer = arranged
-
-    def _slice_done(self, index: int, encoded: asyncio.Future[ForwardTimes]) -> None:
-        if encoded.cancelled():
-            return
-        if error := encoded.exception():
-            self.fail(error)
-            return
-        forward = encoded.result()
-        self.entered_ns = min(self.entered_ns or forward.begun_ns, forward.begun_ns)
-        self.times.begun_ns = max(self.times.begun_ns, forward.begun_ns)
-        self.times.encoded_ns = max(self.times.encoded_ns, forward.ended_ns)
-        self._count_encoded(index)
-
-    def _count_encoded(self, index: int) -> None:
-        self.encoded_slices += 1
-        self._done.add(index)
-        while self.ready_slices in self._done:
-            self._done.remove(self.ready_slices)
-            self.ready_slices += 1
-        self.notify()
+    key: bytes
+    encoding: bytes
+    embeds: Tensor
+    kept: Int32Array | None
+    rows: Mapping[SliceKey, slice]
+    times: StageTimes
+    repaired_frames: int
+    reference: bytes
+    size_bytes: int
+    scores: dict[str, Scores] = field(default_factory=dict)
+    scoring: threading.Lock = field(default_factory=threading.Lock)
 
 
-def _copy(embeds: Tensor, buffer: Tensor) -> None:
+def copied_embeds(embeds: Tensor, tower: Tower) -> Tensor:
+    """A copy of embeddings, (1 + levels, tokens, D), in the tower's dtype and on its device."""
+    copied = tower.room_for(embeds.shape[1])
+    copy_embeds(embeds, copied)
+    return copied
+
+
+def copy_embeds(embeds: Tensor, target: Tensor) -> None:
     """Returns once the copy is made. On CUDA, torch waits for the transfer and not for a conversion after it."""
-    buffer.copy_(embeds)
-    Computed(buffer.device).wait()
-
-
-def encoding_bytes(tower: Tower, plan: MediaPlan, chosen: Pruning | None) -> int:
-    """Bytes that encoding an item takes: its embeddings, and before them what they are arranged from."""
-    tokens = num_encoded(plan, chosen)
-    arrangement = tower.arrangement(plan)
-    if not plan.brings_embeds and arrangement.of_item:
-        tokens += arrangement.tokens_before(plan.slices)
-    return embeds_bytes(tower, tokens)
-
-
-def embeds_bytes(tower: Tower, tokens: int) -> int:
-    """Bytes of the embeddings of `tokens` tokens, all levels."""
-    return (1 + tower.embed_levels) * tokens * tower.embed_dim * tower.dtype.itemsize
+    target.copy_(embeds)
+    Computed(target.device).wait()

@@ -37,14 +37,9 @@ from gridsieve.common.telemetry.tracing import record, span
 from gridsieve.services.compute.device import TORCH_DTYPES
 from gridsieve.services.compute.transfers import Readback, beside
 from gridsieve.services.encoder.items.cache import EmbedsCache
-from gridsieve.services.encoder.items.cache_entry import (
-    CacheEntry,
-    Delivery,
-    StageTimes,
-    embeds_bytes,
-    encoding_bytes,
-)
+from gridsieve.services.encoder.items.cache_entry import CacheEntry, StageTimes
 from gridsieve.services.encoder.items.decoded_slices import num_encoded
+from gridsieve.services.encoder.items.pending_entry import Delivery, PendingEntry, encoding_bytes
 from gridsieve.services.encoder.metrics import count_item
 from gridsieve.services.encoder.pruning.methods import keep_part, keep_tokens, keeps_by_slice
 
@@ -76,7 +71,7 @@ class Embeds:
 class Stream(Protocol):
     """Where the slices of one request's items come from."""
 
-    async def deliver(self, media_index: int, entry: CacheEntry) -> Delivery:
+    async def deliver(self, media_index: int, pending: PendingEntry) -> Delivery:
         """Begins to fill an entry that needs a delivery. Raises the stream's error if it has failed."""
 
 
@@ -85,6 +80,8 @@ class Item:
 
     output_bytes: limits embeddings that wait to be sent, over all requests. shares: its receiver takes shared memory.
     in_parts: its receiver takes it in parts. adapter: digest of the one that it is encoded with; empty: none.
+    Of an obtained item, times: when it left each stage; one that was cached begins when it joined its entry. reference:
+    what was last shown of each place, if it was asked for.
     """
 
     def __init__(
@@ -107,13 +104,16 @@ class Item:
         self._adapter = adapter
         self._chosen = pruning if chosen_before_tower(plan.grid, pruning, plan.modality) else None
         self._count = num_kept(plan.grid, pruning, plan.modality)  # at most, until it is obtained
-        self._size_bytes = embeds_bytes(cache.tower, self._count)
+        self._size_bytes = cache.tower.embeds_bytes(self._count)
         self._reserved = False
-        self._joined = False  # whether the cache counts it as a waiter of its entry
+        self._joined: PendingEntry | CacheEntry | None = None  # of which the cache counts it as a waiter
         self._joined_ns = 0
-        self._pruned_ns = 0
+        self._pending: PendingEntry | None = None  # unless its entry was there when it joined
         self._entry: CacheEntry | None = None
         self._delivery: Delivery | None = None  # of this request's stream to the entry
+        self.times = StageTimes()
+        self.repaired_frames = 0
+        self.reference = b""
         every_token = self._count == plan.grid.tokens
         self._in_parts = in_parts and (self._chosen is not None or every_token or keeps_by_slice(pruning.method))
         self._parts: asyncio.Queue[Embeds] = asyncio.Queue()
@@ -121,28 +121,12 @@ class Item:
         self._gathered_slices = 0
 
     @property
-    def times(self) -> StageTimes:
-        """When an obtained item left each stage; one that was cached begins when it joined its entry."""
-        assert self._entry is not None
-        times = self._entry.times
-        return replace(times, begun_ns=max(self._joined_ns, times.begun_ns), pruned_ns=self._pruned_ns)
-
-    @property
     def decoded_slices(self) -> int:
-        return self._entry.decoded_slices if self._entry else 0
+        return self._pending.decoded_slices if self._pending else self.plan.slices
 
     @property
     def encoded_slices(self) -> int:
-        return self._entry.encoded_slices if self._entry else 0
-
-    @property
-    def repaired_frames(self) -> int:
-        return self._entry.repaired_frames if self._entry else 0
-
-    @property
-    def reference(self) -> bytes:
-        """What was last shown of each place, once it is decoded, if it was asked for."""
-        return self._entry.slices.reference if self._entry else b""
+        return self._pending.encoded_slices if self._pending else self.plan.slices
 
     async def start(self, stream: Stream, brought: Tensor | None) -> None:
         """Reserves output bytes and joins the item's entry; fills it from `stream` if no other stream does.
@@ -153,17 +137,17 @@ class Item:
         self._check_fits()
         await self._output_bytes.reserve(self._size_bytes)
         self._reserved = True
-        cache = self._cache
-        if brought is None:
-            self._entry = cache.join(self.plan, self._chosen, self._adapter)
-        else:
-            self._entry = cache.join_unshared(self.plan)
-        self._joined, self._joined_ns = True, monotonic_ns()
+        self._joined_ns = monotonic_ns()
         if brought is not None:
-            await self._entry.reserve()
-            await self._entry.fill(brought)
-        elif self._entry.needs_delivery:
-            await self._deliver(stream, self._entry)
+            self._joined = await self._cache.bring(self.plan, brought)
+        else:
+            self._joined = self._cache.join(self.plan, self._chosen, self._adapter)
+        if isinstance(self._joined, CacheEntry):
+            self._entry = self._joined
+            return
+        self._pending = self._joined
+        if self._pending.needs_delivery:
+            await self._deliver(stream, self._pending)
 
     async def obtain(self, stream: Stream, progressed: Callable[[Item], None]) -> None:
         """Waits until the entry is complete and gathers the kept tokens, for `parts`. If another stream fails, `stream`
@@ -171,27 +155,27 @@ class Item:
 
         progressed: called after every change. Raises the error of the entry, or of `stream` if that had to fill it.
         """
-        entry = self._entry
-        assert entry is not None
-        try:
-            await self._complete(entry, stream, progressed)
-        except BaseException as error:
-            self._record_spans(entry, error)
-            raise
-        self._record_spans(entry, None)
+        if self._pending is not None:
+            try:
+                await self._complete(self._pending, stream, progressed)
+            except BaseException as error:
+                self._record_spans(self._pending, error)
+                raise
+            self._record_spans(self._pending, None)
+        assert self._entry is not None
         if self._chosen:
-            self._shrink(entry.tokens)
-        await self._add_part(entry, self.plan.slices)
+            self._shrink(self._entry.embeds.shape[1])
+        await self._add_part(self.plan.slices)
         add_request_stats(media=1, media_tokens_full=self.plan.grid.tokens, media_tokens=self._count)
         self._leave()
 
     async def parts(self) -> AsyncIterator[Embeds]:
         """Its parts, in order, each as soon as it is gathered; the caller asks for the next once it has sent one."""
-        assert self._entry is not None
         end = 0
         while end < self.plan.slices:
             self._awaited = True
-            self._entry.notify()
+            if self._pending:
+                self._pending.notify()
             part = await self._parts.get()
             self._awaited = False
             end = part.slices[1]
@@ -199,10 +183,10 @@ class Item:
 
     async def wait_until_decoded(self) -> None:
         """Waits until this request need not select the item again: it is decoded, or its own stream brings the rest."""
-        while self._joined and (entry := self._entry) and not entry.decoded:
+        while self._joined and (pending := self._pending) and not pending.decoded:
             if self._delivery and self._delivery.active:
                 return
-            await entry.wait_for_change()
+            await pending.wait_for_change()
 
     def close(self) -> None:
         """Leaves the entry and releases the output bytes; may be called twice."""
@@ -212,50 +196,53 @@ class Item:
             self._output_bytes.release(self._size_bytes)
             self._reserved = False
 
-    async def _complete(self, entry: CacheEntry, stream: Stream, progressed: Callable[[Item], None]) -> None:
-        while not entry.complete:
-            if entry.failure is not None:
-                raise entry.failure
-            if entry.needs_delivery:
-                await self._deliver(stream, entry)
-            elif self._part_is_due(entry):
-                await self._add_part(entry, entry.ready_slices)
+    async def _complete(self, pending: PendingEntry, stream: Stream, progressed: Callable[[Item], None]) -> None:
+        """Waits for the entry, and gathers parts of it meanwhile."""
+        while pending.entry is None:
+            if pending.failure is not None:
+                raise pending.failure
+            if pending.needs_delivery:
+                await self._deliver(stream, pending)
+            elif self._part_is_due(pending):
+                await self._add_part(pending.ready_slices)
             else:
-                await entry.wait_for_change()
+                await pending.wait_for_change()
             progressed(self)
+        self._entry = pending.entry
 
-    def _part_is_due(self, entry: CacheEntry) -> bool:
-        if not (self._in_parts and self._awaited and entry.in_parts and self._parts.empty()):
+    def _part_is_due(self, pending: PendingEntry) -> bool:
+        if not (self._in_parts and self._awaited and pending.in_parts and self._parts.empty()):
             return False
-        return self._num_kept(entry, self._gathered_slices, entry.ready_slices) >= _PART_TOKENS
+        start, end = self._gathered_slices, pending.ready_slices
+        return end < self.plan.slices and self._num_kept(pending, start, end) >= _PART_TOKENS
 
-    def _num_kept(self, entry: CacheEntry, start: int, end: int) -> int:
+    def _num_kept(self, pending: PendingEntry, start: int, end: int) -> int:
         """How many tokens are kept of slices [start, end) that are encoded."""
-        encoded = entry.slices.rows_before(end) - entry.slices.rows_before(start)
+        encoded = pending.slices.rows_before(end) - pending.slices.rows_before(start)
         if self._chosen or self._count == self.plan.grid.tokens or start == end:
             return encoded
         grid, each = self.plan.grid, causal_slice_tokens(self.plan.grid, self.pruning.rate)
         return each * (end - start) + (0 if start else grid.slice_tokens - each)
 
-    async def _add_part(self, entry: CacheEntry, end: int) -> None:
+    async def _add_part(self, end: int) -> None:
         start, self._gathered_slices = self._gathered_slices, end
-        with entry.batcher.ending_on_device_errors():
-            self._parts.put_nowait(await asyncio.to_thread(self._gather, entry, start, end))
+        with self._cache.batcher.ending_on_device_errors():
+            self._parts.put_nowait(await asyncio.to_thread(self._gather, self._entry, start, end))
 
-    async def _deliver(self, stream: Stream, entry: CacheEntry) -> None:
-        self._delivery = await stream.deliver(self.media_index, entry)
-        entry.notify()  # `wait_until_decoded` waits for this
+    async def _deliver(self, stream: Stream, pending: PendingEntry) -> None:
+        self._delivery = await stream.deliver(self.media_index, pending)
+        pending.notify()  # `wait_until_decoded` waits for this
 
     def _shrink(self, count: int) -> None:
         """Releases the bytes of tokens that were not chosen."""
-        size_bytes = embeds_bytes(self._cache.tower, count)
+        size_bytes = self._cache.tower.embeds_bytes(count)
         self._output_bytes.release(self._size_bytes - size_bytes)
         self._count, self._size_bytes = count, size_bytes
 
     def _leave(self) -> None:
-        if self._joined and self._entry is not None:
-            self._joined = False
-            self._cache.leave(self._entry)
+        joined, self._joined, self._entry = self._joined, None, None
+        if joined is not None:
+            self._cache.leave(joined)
 
     def _check_fits(self) -> None:
         tower, limit_bytes = self._cache.tower, self._cache.encoding_bytes.size_bytes
@@ -264,7 +251,7 @@ class Item:
         if size_bytes > limit_bytes:
             raise MediaRejected(
                 f"media {self.media_index} becomes {tokens} tokens, {size_bytes} bytes of embeddings; the encoder has "
-                f"room for {limit_bytes} bytes, {limit_bytes // embeds_bytes(tower, 1)} tokens",
+                f"room for {limit_bytes} bytes, {limit_bytes // tower.embeds_bytes(1)} tokens",
                 value=size_bytes,
                 limit=limit_bytes,
                 remedy=_remedy(self.plan),
@@ -274,12 +261,12 @@ class Item:
     def _span_attributes(self) -> dict[str, int]:
         return {"media_index": self.media_index, "media_tokens_full": self.plan.grid.tokens}
 
-    def _record_spans(self, entry: CacheEntry, error: BaseException | None) -> None:
-        """Records the spans of queueing and encoding; none if the entry was complete, or brought, when it joined."""
-        ended_ns = entry.times.encoded_ns if error is None else monotonic_ns()
-        if entry.queued_ns is None or ended_ns <= self._joined_ns:
+    def _record_spans(self, pending: PendingEntry, error: BaseException | None) -> None:
+        """Records the spans of queueing and encoding; none if the entry was complete when the item joined it."""
+        ended_ns = self._entry.times.encoded_ns if self._entry else monotonic_ns()
+        if pending.queued_ns is None or ended_ns <= self._joined_ns:
             return
-        queued_ns, entered_ns = max(entry.queued_ns, self._joined_ns), entry.entered_ns
+        queued_ns, entered_ns = max(pending.queued_ns, self._joined_ns), pending.entered_ns
         if entered_ns is None:
             record("wait_for_encoder", queued_ns, ended_ns, error, **self._span_attributes)
             return
@@ -288,26 +275,31 @@ class Item:
         record("encode", max(entered_ns, queued_ns), ended_ns, error, **self._span_attributes)
 
     @torch.inference_mode()
-    def _gather(self, entry: CacheEntry, start: int, end: int) -> Embeds:
-        """The kept tokens of slices [start, end), on the host; sent uncopied if all are kept."""
+    def _gather(self, entry: CacheEntry | None, start: int, end: int) -> Embeds:
+        """The kept tokens of slices [start, end), on the host; sent uncopied if all are kept.
+
+        entry: of the item, if they are its last slices.
+        """
         prunes = self._count < self.plan.grid.tokens
-        grid, whole, last = self.plan.grid, end - start == self.plan.slices, end == self.plan.slices
-        embeds, indices = (entry.embeds, entry.kept) if whole else entry.part(start, end)
+        grid, pending = self.plan.grid, self._pending
+        if entry is not None and not start:
+            encoding, embeds, indices = entry.encoding, entry.embeds, entry.kept
+        else:
+            assert pending is not None
+            encoding, (embeds, indices) = pending.encoding, pending.part(start, end)
         how = {"method": self.pruning.method, "rate": self.pruning.rate} if prunes else {"method": NONE}
         tokens = {**self._span_attributes, "media_tokens": self._count}
         # `device_of`: the current device of a new thread is cuda:0.
         tracing = span("prune", **tokens, **how)
         with torch.cuda.device_of(embeds), beside(embeds.device, "prune"), busy("prune"), tracing:
             kept = None
-            if self._chosen:
-                if last:
-                    entry.trim()
-                    embeds, indices = (entry.embeds, entry.kept) if whole else entry.part(start, end)
-            elif whole and prunes:
+            if not prunes or self._chosen:
+                pass
+            elif entry is not None and not start:
                 with entry.scoring:
                     kept = keep_tokens(embeds[0], grid, self.pruning, entry.scores)
-            elif prunes and self._num_kept(entry, start, end) < embeds.shape[1]:
-                scored, _ = entry.part(max(0, start - 1), end)
+            elif pending is not None and self._num_kept(pending, start, end) < embeds.shape[1]:
+                scored, _ = pending.part(max(0, start - 1), end)
                 kept = keep_part(scored[0], grid, self.pruning, start)
             rows = None if kept is None else kept - start * grid.slice_tokens
             shape = (len(embeds), embeds.shape[1] if rows is None else len(rows), embeds.shape[2])
@@ -315,15 +307,17 @@ class Item:
             with suppress(OSError):  # the machine lacks descriptors or memory
                 if self._shares and shape[1]:
                     memory = in_shared_memory(embeds, rows)
-                    data = memory.mapped(embeds_bytes(self._cache.tower, shape[1])).data
+                    data = memory.mapped(self._cache.tower.embeds_bytes(shape[1])).data
             if data is None:
                 memory, data = None, _bytes_of((embeds if rows is None else embeds[:, rows.long()]).contiguous())
             if kept is not None:
                 indices = Readback(kept).wait()[0].numpy()
-        if last:
+        if entry is not None:
             count_item(self.plan, self.pruning, self._count)
-            self._pruned_ns = monotonic_ns()
-        return Embeds(entry.encoding, (start, end), indices, _DTYPES[embeds.dtype], shape, data, memory)
+            self.repaired_frames, self.reference = entry.repaired_frames, entry.reference
+            begun_ns = max(self._joined_ns, entry.times.begun_ns)
+            self.times = replace(entry.times, begun_ns=begun_ns, pruned_ns=monotonic_ns())
+        return Embeds(encoding, (start, end), indices, _DTYPES[embeds.dtype], shape, data, memory)
 
 
 def in_shared_memory(embeds: Tensor, kept: Tensor | None) -> SealedMemory:

@@ -28,15 +28,16 @@ Class tokens and registers are rows before the patches of each sequence, whateve
     ends:       0              26
     token_rows: [2 3 … 25]                              the rows that become tokens
 
-It knows numpy alone; a family's `Table` computes what its towers read of a table of positions. The tests compare it
-with `transformers.vision_utils`, which computes the same on the device.
+It knows numpy alone and no family: what the tower of one family reads besides, its `Table` and its subclass of
+`TowerShape` compute, under names of its own. The tests compare it with `transformers.vision_utils`, which computes the
+same on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -76,7 +77,7 @@ class Table(Protocol):
     """A square table of position embeddings, laid over each frame. Hashable, because layouts are cached by it."""
 
     def by_row(self, positions: Array, rows: int, columns: int) -> Mapping[str, Array]:
-        """What `PackedLayout` has of it, by name: arrays with an entry for each row of a frame.
+        """What the tower reads of it, for `PackedLayout.by_row`: arrays with an entry for each row of a frame.
 
         positions: int64 (P, 2), as of `PackedLayout`. rows, columns: of the frame, in patches.
         """
@@ -84,14 +85,12 @@ class Table(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
-    """Sizes of a tower from which its layouts follow.
+    """Sizes of a tower from which its layouts follow. A family whose tower needs more of a layout makes a subclass.
 
     merge: patches per side of a token. window_side: side of an attention window, in tokens; 0 without windows.
     table: of position embeddings; None: the tower has no table, or needs nothing but positions to read it.
     lead: rows of a slice before its patches, such as a class token. dropped: first rows of a slice that become no
         tokens; as many where merge is above 1. fixed: the sides of every slice, of towers that take no others.
-    queries: tokens of each slice, whatever its size; 0: its merged patches. Sizes of buckets count merged patches.
-    timed: whether patches have the time of their frame. stills: whether pictures have a patch embedding of their own.
     """
 
     merge: int
@@ -100,17 +99,22 @@ class TowerShape:
     lead: int = 0
     dropped: int = 0
     fixed: Side | None = None
-    queries: int = 0
-    timed: bool = False
-    stills: bool = False
 
     def rows(self, bucket: Size) -> int:
         """Rows of patches of so many slices with so many tokens."""
         return bucket.tokens * self.merge**2 + bucket.slices * self.dropped
 
     def tokens(self, sides: Sequence[Side]) -> int:
-        """How many tokens the tower makes of these slices."""
-        return len(sides) * self.queries or sum(size_of(side, self).tokens for side in sides)
+        """How many tokens the tower makes of these slices. Sizes of buckets count merged patches, whatever it makes."""
+        return sum(size_of(side, self).tokens for side in sides)
+
+    def by_row(self, sides: Sequence[Side], rows: Sequence[int]) -> Mapping[str, Array]:
+        """For `PackedLayout.by_row`, what depends on more than the size of a frame. rows: of each frame."""
+        return {}
+
+    def own_ends(self, sides: Sequence[Side], rows: Sequence[int]) -> Mapping[str, Array]:
+        """For `PackedLayout.own_ends`. rows: of each slice."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +123,9 @@ class PackedLayout(Generic[A]):
 
     positions: int64 (P, 2), row and column; −1 and i of the i-th row before a slice's patches. ends: int32 (F + 1,),
     ends of frames in patches, the longest of which has `longest`. order: int64 (T,), tokens by window. window_ends:
-    int32 (W + 1,), ends of windows in patches, the longest of which has `longest_window`. interpolation_indices: int64
-    (P, E), the E table entries whose weighted sum is a patch's position embedding, 4 or 16; interpolation_weights:
-    float32 (P, E). table_weights: float32 (P, 2, table_side), of a smoothed table: an entry's weight in the sum is that
-    of its row times that of its column. token_rows: int64 (T · merge²,), the rows that become tokens. query_ends: int32
-    (S + 1,), ends of slices in queries. cells: int64 (P,), the entries of the table of cells. times: int64 (P,), of
-    each patch's frame. slice_ends: int32 (S + 1,), ends of slices in patches, the longest of which has `longest_slice`.
-    stills: bool (P,), whether a patch is of a picture.
+    int32 (W + 1,), ends of windows in patches, the longest of which has `longest_window`. token_rows: int64
+    (T · merge²,), the rows that become tokens.
+    by_row: arrays (P, …), by the names that the family gives them. own_ends: int32 (S + 1,), likewise.
     """
 
     positions: A
@@ -134,41 +134,30 @@ class PackedLayout(Generic[A]):
     order: A | None = None
     window_ends: A | None = None
     longest_window: int = 0
-    interpolation_indices: A | None = None
-    interpolation_weights: A | None = None
-    table_weights: A | None = None
     token_rows: A | None = None
-    query_ends: A | None = None
-    cells: A | None = None
-    times: A | None = None
-    slice_ends: A | None = None
-    longest_slice: int = 0
-    stills: A | None = None
+    by_row: Mapping[str, A] = field(default_factory=dict)
+    own_ends: Mapping[str, A] = field(default_factory=dict)
 
     def map(self, change: Callable[[A], B]) -> PackedLayout[B]:
         """A copy with `change` applied to every array."""
-        arrays: dict[str, Any] = {
-            each.name: array if array is None or isinstance(array, int) else change(array)
-            for each in fields(self)
-            for array in (getattr(self, each.name),)
-        }
-        return PackedLayout(**arrays)
+
+        def changed(value: Any) -> Any:
+            if value is None or isinstance(value, int):
+                return value
+            return {name: change(each) for name, each in value.items()} if isinstance(value, Mapping) else change(value)
+
+        return PackedLayout(**{each.name: changed(getattr(self, each.name)) for each in fields(self)})
 
     def with_ends_of(self, other: PackedLayout[A]) -> PackedLayout[A]:
         """A copy with the ends of sequences from another layout."""
-        return replace(
-            self,
-            ends=other.ends,
-            window_ends=other.window_ends,
-            query_ends=other.query_ends,
-            slice_ends=other.slice_ends,
-        )
+        return replace(self, ends=other.ends, window_ends=other.window_ends, own_ends=other.own_ends)
 
     @property
     def arrays(self) -> list[A]:
-        """The arrays that are not None, always in the same order."""
-        found = (getattr(self, each.name) for each in fields(self))
-        return [array for array in found if not (array is None or isinstance(array, int))]
+        """All arrays, always in the same order."""
+        found: list[A] = []
+        self.map(found.append)
+        return found
 
 
 def size_of(side: Side, shape: TowerShape) -> Size:
@@ -191,50 +180,46 @@ def lay_out(sides: Sequence[Side], shape: TowerShape) -> PackedLayout[Array]:
         starts = np.cumsum([0, *(each.tokens for each in laid[:-1])])
         order = np.concatenate([each.order + start for each, start in zip(laid, starts, strict=True)])
         lengths = np.concatenate([each.windows for each in laid])
-        window_ends, longest_window = _ends(lengths), int(lengths.max())
+        window_ends, longest_window = ends_of(lengths), int(lengths.max())
     patches = [each.patches for each in laid]
-    ends, token_rows = _ends(patches), None
-    slices = [each.patches * len(side.times) for each, side in zip(each_side, sides, strict=True)]
+    ends, token_rows = ends_of(patches), None
     if shape.dropped:
         token_rows = np.concatenate([np.arange(a + shape.dropped, b) for a, b in pairwise(ends)])
+    slices = [each.patches * len(side.times) for each, side in zip(each_side, sides, strict=True)]
     return PackedLayout(
-        **{name: np.concatenate([each.by_row[name] for each in laid]) for name in laid[0].by_row},
+        positions=np.concatenate([each.positions for each in laid]),
         ends=ends,
         longest=max(patches),
         order=order,
         window_ends=window_ends,
         longest_window=longest_window,
         token_rows=token_rows,
-        query_ends=_ends([shape.queries] * len(sides)) if shape.queries else None,
-        times=np.repeat([time for side in sides for time in side.times], patches) if shape.timed else None,
-        slice_ends=_ends(slices) if shape.timed else None,
-        longest_slice=max(slices),
-        stills=np.repeat([side.still for side in sides for _ in side.times], patches) if shape.stills else None,
+        by_row={
+            **{name: np.concatenate([each.by_row[name] for each in laid]) for name in laid[0].by_row},
+            **shape.by_row(sides, patches),
+        },
+        own_ends=shape.own_ends(sides, slices),
     )
 
 
 def pad(layout: PackedLayout[Array], bucket: Size, shape: TowerShape) -> PackedLayout[Array]:
-    """The layout padded to a bucket. The `longest` of it are those of any layout that fits into it.
-
-    `longest_slice` is that of keys, which add no blocks of threads to a kernel: only those of queries do.
-    """
+    """The layout padded to a bucket. The `longest` of it are those of any layout that fits into it."""
     assert (layout.order is None) == (shape.window_side == 0)
     patches, slices = shape.rows(bucket), bucket.slices + 1
     longest = shape.rows(replace(bucket, tokens=bucket.longest, slices=1))
     order = layout.order
     if order is not None:
         order = np.concatenate([order, np.arange(len(order), bucket.tokens)])
-    by_row = ("positions", "interpolation_indices", "interpolation_weights", "table_weights", "cells", "stills")
-    by_sequence = {"ends": slices, "window_ends": bucket.windows + 1, "query_ends": slices, "slice_ends": slices}
     return PackedLayout(
-        **{name: _lengthen(getattr(layout, name), patches) for name in by_row},
-        **{name: _lengthen_ends(getattr(layout, name), count) for name, count in by_sequence.items()},
-        times=_lengthen(layout.times, patches, UNTIMED),
-        token_rows=_lengthen(layout.token_rows, bucket.tokens * shape.merge**2),
+        positions=_lengthen(layout.positions, patches),
+        ends=_lengthen_ends(layout.ends, slices),
         longest=longest,
         order=order,
+        window_ends=_lengthen_ends(layout.window_ends, bucket.windows + 1),
         longest_window=min(longest, (shape.window_side * shape.merge) ** 2),
-        longest_slice=patches,
+        token_rows=_lengthen(layout.token_rows, bucket.tokens * shape.merge**2),
+        by_row={name: _lengthen(array, patches) for name, array in layout.by_row.items()},
+        own_ends={name: _lengthen_ends(array, slices) for name, array in layout.own_ends.items()},
     )
 
 
@@ -247,7 +232,7 @@ def _laid_side(side: Side, shape: TowerShape) -> _Frame:
 class _Frame:
     """The layout of one frame. window: of each token. order: tokens by window. windows: patches in each window.
 
-    by_row: arrays of `PackedLayout` with an entry for each patch and each row before the patches, by name.
+    positions, by_row: as of `PackedLayout`.
     """
 
     def __init__(self, rows: int, columns: int, shape: TowerShape) -> None:
@@ -257,15 +242,15 @@ class _Frame:
         places = np.indices((rows, columns)).reshape(2, rows // merge, merge, columns // merge, merge)
         by_patch = places.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
         before = np.stack([np.full(shape.lead, -1), np.arange(shape.lead)], axis=1)
-        positions = np.concatenate([before, by_patch])
-        self.by_row: dict[str, Array] = {"positions": positions}
+        self.positions = np.concatenate([before, by_patch])
+        self.by_row: Mapping[str, Array] = {}
         if shape.window_side:
             row, column = np.indices((rows // merge, columns // merge)) // shape.window_side
             self.window = (row * (column.max() + 1) + column).ravel()
             self.order = np.argsort(self.window, kind="stable")
             self.windows = np.bincount(self.window) * merge**2
         if shape.table is not None:
-            self.by_row |= shape.table.by_row(positions, rows, columns)
+            self.by_row = shape.table.by_row(self.positions, rows, columns)
         self._shape = shape
 
     def only(self, kept: Sequence[int]) -> _Frame:
@@ -275,6 +260,7 @@ class _Frame:
         patches = (tokens[:, None] * shape.merge**2 + np.arange(shape.merge**2)).ravel()
         rows = np.concatenate([np.arange(shape.lead), shape.lead + patches])
         frame.tokens, frame.patches = len(tokens), len(rows)
+        frame.positions = self.positions[rows]
         frame.by_row = {name: array[rows] for name, array in self.by_row.items()}
         if shape.window_side:
             window = self.window[tokens]
@@ -287,11 +273,12 @@ class _Frame:
 _whole = lru_cache(maxsize=_CACHED_SIZES)(_Frame)
 
 
-def _ends(lengths: Sequence[int] | Array) -> Array:
+def ends_of(lengths: Sequence[int] | Array) -> Array:
+    """Ends of sequences of these lengths, from 0 on: int32 (S + 1,)."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
-def _lengthen(array: Array | None, length: int, value: Any = 0) -> Any:
+def _lengthen(array: Array | None, length: int, value: object = 0) -> Any:
     """Appends rows of one value up to `length` rows; None for a layout without such an array."""
     if array is None:
         return None

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.fields import Fields
-from gridsieve.services.encoder.tower.packing import UNTIMED, Side
+from gridsieve.services.encoder.tower.packing import UNTIMED, Side, TowerShape, size_of
 
 CHANNELS = 3
 _CENTRE = 128
@@ -31,22 +31,19 @@ _CENTRE = 128
 
 @dataclass(frozen=True, slots=True)
 class PatchShape:
-    """patch_px: side of a square patch; merge: patches per side of a token; temporal_patch: frames of a patch.
-
-    lead: rows of a slice before its patches. dropped: first rows of a slice that become no tokens. fixed: rows and
-    columns of patches of every frame, of towers that take no others, whose rest of pixels is left out; 0: any.
-    queries: tokens of each slice, whatever its size, which a resampler makes of its patches; 0: as many as it has
-    merged patches. frame_dtype: of frames and patches.
+    """patch_px: side of a square patch. tower: from which the layouts of patches follow. temporal_patch: frames of a
+    patch. frame_dtype: of frames and patches. The pixels of a frame beyond `tower.fixed` sides are left out.
     """
 
     patch_px: int
-    merge: int
-    temporal_patch: int
-    lead: int = 0
-    dropped: int = 0
-    fixed: int = 0
-    queries: int = 0
+    tower: TowerShape
+    temporal_patch: int = 1
     frame_dtype: torch.dtype = torch.uint8
+
+    @property
+    def merge(self) -> int:
+        """Patches per side of a token."""
+        return self.tower.merge
 
     @property
     def token_px(self) -> int:
@@ -67,23 +64,21 @@ class PatchShape:
 
     def tokens(self, frames: Sequence[int]) -> int:
         """Tokens of one temporal slice. frames: its shape, (F, H, W, 3)."""
-        return self.queries or self.load(frames)
+        return self.tower.tokens([self.side(frames)])
 
     def load(self, frames: Sequence[int]) -> int:
         """Merged patches of one temporal slice, which limit a forward. frames: its shape, (F, H, W, 3)."""
-        rows, columns, times, *_ = self.side(frames)
-        return len(times) * (rows * columns // self.merge**2 + self.lead - self.dropped)
+        return size_of(self.side(frames), self.tower).tokens
 
     def grid(self, height_px: int, width_px: int) -> tuple[int, int] | None:
         """Rows and columns of the tokens of a frame; one row where they are not those of patches. None: of no frame."""
-        if self.fixed:
-            if {height_px // self.patch_px, width_px // self.patch_px} != {self.fixed}:
+        side, fixed = self.side((1, height_px, width_px)), self.tower.fixed
+        if fixed:
+            if side[:2] != fixed[:2]:
                 return None
         elif height_px % self.token_px or width_px % self.token_px:
             return None
-        if self.queries:
-            return 1, self.queries
-        if self.lead == self.dropped:
+        if self.tower.lead == self.tower.dropped:
             return height_px // self.token_px, width_px // self.token_px
         return 1, self.tokens((1, height_px, width_px))
 
@@ -194,8 +189,8 @@ def patchify(frames: Tensor, shape: PatchShape) -> Tensor:
         -1, shape.temporal_patch, rows, shape.merge, shape.patch_px, columns, shape.merge, shape.patch_px, CHANNELS
     )
     patches = cut.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).flatten(1, 4).flatten(2)
-    if shape.lead:
-        patches = torch.cat([patches.new_zeros(len(patches), shape.lead, shape.patch_values), patches], dim=1)
+    if lead := shape.tower.lead:
+        patches = torch.cat([patches.new_zeros(len(patches), lead, shape.patch_values), patches], dim=1)
     return patches.reshape(-1, shape.patch_values)
 
 

@@ -74,11 +74,6 @@ def linear_weights(module: nn.Module) -> int:
     return sum(each.weight.numel() for each in module.modules() if isinstance(each, nn.Linear))
 
 
-def sizes_of(hidden: int, layers: nn.ModuleList, patch_weights: int, projector: nn.Module) -> TowerSizes:
-    """Of a tower whose layers all attend to whole slices. patch_weights: by which a patch is multiplied beside them."""
-    return TowerSizes(hidden, linear_weights(layers) + patch_weights, linear_weights(projector), len(layers))
-
-
 @dataclass(frozen=True, slots=True)
 class Arrangement:
     """How the tower's tokens of an item's slices become those of its grid.
@@ -136,8 +131,17 @@ class Tower:
 
     def arrangement(self, plan: MediaPlan) -> Arrangement:
         """How the tokens of an item are arranged."""
-        arranged = self.arrange is not None and not plan.brings_embeds
-        return self.arrange(plan) if arranged else Arrangement(plan.grid.slice_tokens)  # type: ignore[misc]
+        if self.arrange is None or plan.brings_embeds:
+            return Arrangement(plan.grid.slice_tokens)
+        return self.arrange(plan)
+
+    def embeds_bytes(self, tokens: int) -> int:
+        """Bytes of the embeddings of `tokens` tokens, all levels."""
+        return (1 + self.embed_levels) * tokens * self.embed_dim * self.dtype.itemsize
+
+    def room_for(self, tokens: int) -> Tensor:
+        """Uninitialised embeddings, (1 + embed_levels, tokens, embed_dim)."""
+        return torch.empty(1 + self.embed_levels, tokens, self.embed_dim, dtype=self.dtype, device=self.device)
 
     def encode(self, slices: Sequence[Frames], adapter: bytes = b"") -> list[Tensor]:
         """Embeddings of each slice, (1 + embed_levels, h·w, embed_dim) on the tower's device, from one forward.

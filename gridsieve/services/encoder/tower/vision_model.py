@@ -36,8 +36,8 @@ from gridsieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from gridsieve.services.encoder.tower.parallel.division import Share, divide
 from gridsieve.services.encoder.tower.patches import FoldedPatchEmbed, Normalisation, PatchShape, read_normalisation
 from gridsieve.services.encoder.tower.saturation import saturate
-from gridsieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes
-from gridsieve.services.encoder.tower.weights import Stored, choose_dtype, fill, find_weights, read_weights
+from gridsieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes, linear_weights
+from gridsieve.services.encoder.tower.weights import Stored, choose_dtype, fill, find_parts, find_weights, read_weights
 
 # Of Qwen3-VL's checkpoints, and of Qwen2.5-VL's published ones.
 PREFIXES = ("model.visual.", "visual.")
@@ -82,7 +82,6 @@ class LoadedModel:
         self,
         layers: Iterable[nn.Module],
         *,
-        shape: TowerShape,
         patches: PatchShape,
         sizes: TowerSizes,
         embed_dim: int,
@@ -106,7 +105,7 @@ class LoadedModel:
         pack_linears(self.model.eval().requires_grad_(False).to(self.device))
         varlen = self.attend not in (None, attend_by_length)
         return Tower(
-            forward=ModelForward(partial(compute, self.model), shape, self.device, varlen, tuple(layers)),
+            forward=ModelForward(partial(compute, self.model), patches.tower, self.device, varlen, tuple(layers)),
             patches=patches,
             embed_dim=embed_dim,
             embed_levels=embed_levels,
@@ -123,11 +122,14 @@ class TowerModel(nn.Module):
 
     Its modules have the names of the weights. Its forward makes tokens (T, D), or features (T, features), of patches
     (P, values), their layout and the attention.
-    vision: the config of its layers. patch_embed: of patches, from `embed_with` on; patch_embedding: the prefix of the
-    weights that it is made of. unread: prefixes of weights that are left out if the model lacks them. resampling: see
-    `find_attention`.
+    vision: the config of its layers. parts: prefixes of the weights of its modules. layers_at: the name of the list of
+    its layers with attention, all of one class. patch_embed: of patches, from `embed_with` on; patch_embedding: the
+    prefix of the weights that it is made of. unread: prefixes of weights that are left out if the model lacks them.
+    resampling: see `find_attention`.
     """
 
+    parts: tuple[str, ...]
+    layers_at: str
     patch_embed: FoldedPatchEmbed
     patch_embedding: str
     unread: tuple[str, ...] = ()
@@ -146,29 +148,44 @@ class TowerModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The layers with attention, all of one class."""
-        raise NotImplementedError
+        layers = self.get_submodule(self.layers_at)
+        assert isinstance(layers, nn.ModuleList)
+        return layers
+
+    def find(self, checkpoint: Checkpoint) -> Mapping[str, Stored]:
+        """Its weights in a checkpoint, by their names in the model."""
+        return find_parts(checkpoint, self.parts)
 
     def complete(self, weights: dict[str, Tensor], device: torch.device) -> None:
         """Changes the weights that were read to those of the model."""
 
     def embed_with(self, loaded: LoadedModel, normalisation: Normalisation) -> None:
-        """Replaces the embedding by one of uint8 patches, once the model has its weights."""
-        raise NotImplementedError
+        """Makes the embedding of patches, once the model has its weights, in place of the module that had them."""
+        self.patch_embed = loaded.folded(normalisation)
 
     def sizes(self) -> TowerSizes:
-        raise NotImplementedError
+        """Of layers that all attend to whole slices, beside which linear layers apply to merged tokens."""
+        in_layers = linear_weights(self.layers)
+        embedding = sum(each.weight.numel() for each in self.modules() if isinstance(each, FoldedPatchEmbed))
+        others = linear_weights(self) - in_layers
+        return TowerSizes(self.vision.hidden_size, in_layers + embedding, others, len(self.layers))
 
 
 def assemble(
-    model: TowerModel, stored: Mapping[str, Stored], normalisation: Normalisation, options: RunOptions, **tower: Any
+    checkpoint: Checkpoint,
+    model: TowerModel,
+    options: RunOptions,
+    normalisation: Normalisation | None = None,
+    **tower: Any,
 ) -> Tower:
-    """The tower of a model that was made on the meta device. stored: its weights. tower: see `LoadedModel.tower`.
+    """The tower of a model that was made on the meta device. normalisation: None: that of the checkpoint's processors.
+    tower: see `LoadedModel.tower`.
 
     Raises StartupError if the weights are not those of the model, for float16, or if the attention is unavailable.
     """
     kept, vision, device = model.state_dict().keys(), model.vision, options.device
-    stored = {name: each for name, each in stored.items() if name in kept or not name.startswith(model.unread)}
+    found = model.find(checkpoint)
+    stored = {name: each for name, each in found.items() if name in kept or not name.startswith(model.unread)}
     dtype = choose_dtype(stored, options.dtype, device, no_float16=f"{vision.model_type} towers overflow it")
     weights = read_weights(stored, dtype, device, model.patch_embedding)
     model.complete(weights, device)
@@ -177,7 +194,7 @@ def assemble(
     attend = find_attention(options.attention, device, dtype, heads, vision.hidden_size // heads, model.resampling)
     vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
     loaded = LoadedModel(model, weights, model.patch_embedding, dtype, device, attend or attend_by_length)
-    model.embed_with(loaded, normalisation)
+    model.embed_with(loaded, normalisation or read_normalisation(checkpoint))
     return loaded.tower(model.layers, sizes=model.sizes(), **tower)
 
 
@@ -251,8 +268,7 @@ def make_tower(
 
     return loaded.tower(
         model.blocks,
-        shape=shape,
-        patches=PatchShape(config.patch_size, config.spatial_merge_size, config.temporal_patch_size),
+        patches=PatchShape(config.patch_size, shape, config.temporal_patch_size),
         sizes=sizes,
         embed_dim=embed_dim,
         compute=compute,

@@ -26,8 +26,8 @@ from gridsieve.common.contract.received import received_plan
 from gridsieve.common.contract.retention import Pruning, reference_bytes
 from gridsieve.common.contract.wire import add_chunk, buffer_for, from_ago_s, int32_array, pruning_message
 from gridsieve.common.handover import Receiver
-from gridsieve.services.encoder.items.cache_entry import CacheEntry, Delivery
 from gridsieve.services.encoder.items.decoded_slices import FrameSlice
+from gridsieve.services.encoder.items.pending_entry import Delivery, PendingEntry
 from gridsieve.services.encoder.upstream.plan_check import PlanCheck
 from gridsieve.v1 import prompt_pb2
 from gridsieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
@@ -86,14 +86,14 @@ class PreprocessStream:
         self._reading.add_done_callback(self._end_reading)
         return plan
 
-    async def deliver(self, media_index: int, entry: CacheEntry) -> Delivery:
+    async def deliver(self, media_index: int, pending: PendingEntry) -> Delivery:
         """Reserves bytes for an entry that needs a delivery, then selects the item, whose slices fill the entry.
 
         Raises the stream's error if it has failed.
         """
-        delivery = Delivery(media_index, entry, self._cancel_if_unwanted)
+        delivery = Delivery(media_index, pending, self._cancel_if_unwanted)
         try:
-            await entry.reserve()
+            await pending.reserve()
             await self._select(delivery)
         except BaseException:
             delivery.end()
@@ -132,7 +132,7 @@ class PreprocessStream:
             if self._reading.done():
                 self._reading.result()
             self._due.append(delivery)
-            chosen = delivery.entry.chosen
+            chosen = delivery.pending.chosen
             select = prompt_pb2.Select(media_index=delivery.media_index)
             if chosen is not None:
                 select.pruning.CopyFrom(pruning_message(chosen))
@@ -150,7 +150,7 @@ class PreprocessStream:
         """Ends all deliveries. An error of the media fails the first entry; the others get another delivery."""
         active = [each for each in self._due if each.active]
         if active and not isinstance(error, _RETRIABLE):
-            active[0].entry.fail(error)
+            active[0].pending.fail(error)
         for delivery in active:
             delivery.end()
 
@@ -160,12 +160,12 @@ class PreprocessStream:
             if not self._due:
                 raise PeerContract(f"frames of media {first.media_index} were not selected or exceed its plan")
             delivery = self._due[0]
-            item = delivery.entry.plan
+            item = delivery.pending.plan
             for start in range(0, item.frames.count, item.slice_frames):
                 chunk = first if start == 0 else await self._read_frames()
                 piece = await self._read_slice(delivery, start, chunk)
                 if delivery.active:  # else its request was cancelled while the selection was being sent
-                    await delivery.entry.add_slice(piece)
+                    await delivery.pending.add_slice(piece)
             self._due.pop(0)
             delivery.end()
             self._cancel_if_unwanted()
@@ -175,14 +175,14 @@ class PreprocessStream:
 
     async def _read_slice(self, delivery: Delivery, start: int, chunk: FramesChunk | None) -> FrameSlice:
         """The slice that starts at frame `start`. chunk: its first message."""
-        item = delivery.entry.plan
+        item = delivery.pending.plan
         frames = min(item.slice_frames, item.frames.count - start)
         first = _expected(delivery, start, chunk)
         repaired, heard_ns = first.repaired_frames, monotonic_ns()
         if not 0 <= repaired <= frames:
             raise PeerContract(f"{repaired} of {frames} frames cannot have been repaired")
         made = (repaired, from_ago_s(first.decoded_ago_s, heard_ns), from_ago_s(first.resized_ago_s, heard_ns))
-        index, chosen = start // item.slice_frames, delivery.entry.chosen
+        index, chosen = start // item.slice_frames, delivery.pending.chosen
         reference = _reference(first, item, chosen)
         if first.HasField("repeats_frame"):
             return FrameSlice(index, None, *made, repeats=_repeated(first, item), reference=reference)
@@ -221,7 +221,7 @@ class PreprocessStream:
 
 def _expected(delivery: Delivery, start: int, chunk: FramesChunk | None) -> FramesChunk:
     """A message, if it is of the slice that starts at frame `start`."""
-    media_index, item = delivery.media_index, delivery.entry.plan
+    media_index, item = delivery.media_index, delivery.pending.plan
     if chunk is None or (chunk.media_index, chunk.first_frame) != (media_index, start):
         came = "nothing" if chunk is None else f"frame {chunk.first_frame} of media {chunk.media_index}"
         raise PeerContract(f"expected frame {start} of {item.frames.count} of media {media_index}, got {came}")

@@ -24,7 +24,8 @@ _SLICED_PX = (1024, 1024)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family(ABC):
-    """The settings of one checkpoint.
+    """The settings of one checkpoint. Reading them raises StartupError for those that are not supported or contradict
+    each other.
 
     placeholders: the control token of a media item in the chat template, by modality; of those that the model takes.
     pad: the token of each of an item's tokens; None: its placeholder. With it, a placeholder need not be in the

@@ -7,8 +7,9 @@ Source: `Qwen2VLImageProcessor` of transformers 5.24, which Qwen's use, and the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, Self
 
 from gridsieve.common.checkpoint import Checkpoint
@@ -17,9 +18,11 @@ from gridsieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
 from gridsieve.common.fields import Fields
 from gridsieve.services.preprocessing.layouts.family import Family
 from gridsieve.services.preprocessing.layouts.processors import check_processors
-from gridsieve.services.preprocessing.prompt.layout import ImageLayout
+from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
+from gridsieve.services.preprocessing.prompt.positions import GridSpan
 from gridsieve.services.preprocessing.video.resize import PixelBudget, shrink_to, smart_resize
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from gridsieve.services.preprocessing.video.timing import TimeBase
 
 PLACEHOLDERS: Mapping[Modality, str] = {Modality.IMAGE: "<|image_pad|>", Modality.VIDEO: "<|video_pad|>"}
 # Defaults of transformers' processors. Qwen2-VL's class says fps=None, but the models were trained at 2.
@@ -112,6 +115,17 @@ class QwenVL(Family):
     def video_grid(self, frames: int, height_px: int, width_px: int) -> Grid:
         """A slice for each temporal patch."""
         return Grid(frames // self.frame_bounds.temporal_patch, height_px // self.token_px, width_px // self.token_px)
+
+
+def by_slice(grid: Grid, base: TimeBase | None, texts: Callable[[float], tuple[str, str]]) -> Expansion:
+    """For each slice its grid, between the texts for its time in seconds. For an image one grid alone."""
+    one = GridSpan(Grid(1, grid.h, grid.w), Fraction(0))
+    if base is None:
+        return (one,)
+    parts: list[str | GridSpan] = []
+    for before, after in map(texts, base.slices_s):
+        parts += (before, one, after)
+    return tuple(parts)
 
 
 def at_least_a_token(height_px: int, width_px: int, token_px: int) -> SizePx:

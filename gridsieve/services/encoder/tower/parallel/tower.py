@@ -73,7 +73,6 @@ class ParallelTower(ABC):
     ) -> None:
         self.own = own
         self.rank_failure = rank_failure
-        self.budget_tokens = max_tokens * count  # of a forward of all ranks
         self._others = others
         self.count = count
         self._exchange = exchange

@@ -12,16 +12,40 @@ Source: the published `resampler.py` of openbmb/MiniCPM-V-2_6 and MiniCPM-V-4_5;
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridsieve.services.encoder.tower.attention import Attend
-from gridsieve.services.encoder.tower.packing import PackedLayout
+from gridsieve.services.encoder.tower.packing import Array, PackedLayout, Side, TowerShape, ends_of
 
 _HEAD_DIM = 128
 _EPSILON = 1e-6
 _LONGEST_WAVE = 10_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class ResamplerShape(TowerShape):
+    """queries: tokens of each slice, whatever its size. timed: whether patches have the time of their frame."""
+
+    queries: int = 0
+    timed: bool = False
+
+    def tokens(self, sides: Sequence[Side]) -> int:
+        return len(sides) * self.queries
+
+    def by_row(self, sides: Sequence[Side], rows: Sequence[int]) -> Mapping[str, Array]:
+        """times: int64 (P,), the numbered time of each patch's frame."""
+        return {"times": np.repeat([time for side in sides for time in side.times], rows)} if self.timed else {}
+
+    def own_ends(self, sides: Sequence[Side], rows: Sequence[int]) -> Mapping[str, Array]:
+        """queries: ends of slices in queries. slices: ends of slices in patches, where they may have several frames."""
+        queries = {"queries": ends_of([self.queries] * len(sides))}
+        return {**queries, "slices": ends_of(rows)} if self.timed else queries
 
 
 class Resampler(nn.Module):
@@ -40,22 +64,23 @@ class Resampler(nn.Module):
 
         patches: (P, patch_width), packed as `layout` says.
         """
-        assert layout.query_ends is not None
         values = self.ln_kv(self.kv_proj(patches))
         keys = values + place_embeddings(layout.positions, values.shape[-1]).to(values.dtype)
         ends, longest = layout.ends, layout.longest
-        if layout.times is not None and layout.slice_ends is not None:
-            keys = keys + time_embeddings(layout.times, values.shape[-1]).to(values.dtype)
-            ends, longest = layout.slice_ends, layout.longest_slice
+        if "times" in layout.by_row:
+            keys = keys + time_embeddings(layout.by_row["times"], values.shape[-1]).to(values.dtype)
+            # The length of all keys bounds that of a slice. It adds no blocks of threads to a kernel: only queries do.
+            ends, longest = layout.own_ends["slices"], len(keys)
         weights, biases = self.attn.in_proj_weight.chunk(3), self.attn.in_proj_bias.chunk(3)
         heads = (self.attn.num_heads, self.attn.head_dim)
         query = F.linear(self.ln_q(self.query), weights[0], biases[0])
-        slices = layout.query_ends.shape[0] - 1
+        query_ends = layout.own_ends["queries"]
+        slices = query_ends.shape[0] - 1
         attended = attend(
             query.repeat(slices, 1).unflatten(1, heads),
             F.linear(keys, weights[1], biases[1]).unflatten(1, heads),
             F.linear(values, weights[2], biases[2]).unflatten(1, heads),
-            layout.query_ends,
+            query_ends,
             ends,
             query.shape[0],
             longest,

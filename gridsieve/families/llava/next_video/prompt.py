@@ -11,19 +11,26 @@ Source: `LlavaNextVideoProcessor` and its image and video processors in transfor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.common.contract.errors import StartupError
-from gridsieve.common.contract.plan import Grid, Modality, SizePx
+from gridsieve.common.contract.plan import Grid, SizePx
+from gridsieve.common.fields import Fields
 from gridsieve.families.llava.anyres import AnyRes
 from gridsieve.families.llava.tiled_prompt import TiledFamily
-from gridsieve.services.preprocessing.layouts.processors import SQUARE, check_processors, placeholder_of, size_of
+from gridsieve.services.preprocessing.layouts.processors import SQUARE, size_of
 from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from gridsieve.services.preprocessing.prompt.positions import LinearSpan
 from gridsieve.services.preprocessing.video.resize import View, centre_view, check_aspect
-from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from gridsieve.services.preprocessing.video.sampling import FrameSampling
 from gridsieve.services.preprocessing.video.timing import TimeBase
+
+
+def _sizes(processor: Fields) -> Mapping[str, object]:
+    size, crop = size_of(processor, ["shortest_edge"]), size_of(processor, SQUARE, "crop_size")
+    return {"size": size.get("shortest_edge"), **{name: crop.get(name) for name in SQUARE}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,30 +40,10 @@ class LlavaNextVideo(TiledFamily):
     stride: int
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint) -> LlavaNextVideo:
-        """Raises StartupError for settings that are not supported or contradict each other."""
-        config, image = checkpoint.config, checkpoint.processor("image")
-        video = checkpoint.processor("video") or image
-        side_px = config.part("vision_config").whole("image_size")
-        check_processors(checkpoint, num_frames=None)
-        for name, settings in (("image", image), ("video", video)):
-            size, crop = size_of(settings, ["shortest_edge"]), size_of(settings, SQUARE, "crop_size")
-            sizes = [size.get("shortest_edge"), *crop.values()]
-            if not crop or any(each != side_px for each in sizes):
-                raise StartupError(
-                    f"the {name} processor's size and crop_size are {sizes}, vision_config's image_size {side_px}"
-                )
-        if (selects := config.get("vision_feature_select_strategy", "default")) != "default":
-            raise StartupError(f"vision_feature_select_strategy {selects!r} is not supported, only 'default'")
-        return cls(
-            placeholders={kind: placeholder_of(checkpoint, kind) for kind in Modality},
-            token_px=config.part("vision_config").whole("patch_size"),
-            frame_bounds=FrameBounds(fps=video.number("fps", 1.0), min_frames=1, max_frames=16, temporal_patch=1),
-            fixed_tokens=True,
-            anyres=AnyRes.of(config, None),
-            newline=config.part("text_config").whole("vocab_size"),
-            stride=config.whole("spatial_pool_stride", 2),
-        )
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
+        config = checkpoint.config
+        stride = config.whole("spatial_pool_stride", 2)
+        return cls.read(checkpoint, AnyRes.of(config, None), "default", 16, _sizes, stride=stride)
 
     def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
         """The whole picture and its tiles."""
@@ -64,7 +51,6 @@ class LlavaNextVideo(TiledFamily):
         return self.tiled(height_px, width_px)
 
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
-        """The size of every frame."""
         check_aspect(height_px, width_px)
         return self.fixed_size((self.anyres.tile_px, self.anyres.tile_px), wish)
 

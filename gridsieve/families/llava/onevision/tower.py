@@ -19,14 +19,13 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import MediaPlan, Modality
 from gridsieve.families.llava.anyres import AnyRes
 from gridsieve.families.llava.tiled_tower import check_frames, interpolated, tiled
-from gridsieve.services.encoder.tower.projected import load_projected
-from gridsieve.services.encoder.tower.tiles import check_plan
+from gridsieve.families.parts.projected import load_projected
+from gridsieve.families.parts.tiles import check_plan
 from gridsieve.services.encoder.tower.tower import Arrangement, Tower
 from gridsieve.services.encoder.tower.vision_model import RunOptions
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config = checkpoint.config_as(LlavaOnevisionConfig)
     tower = load_projected(checkpoint, config, options)
     anyres = AnyRes.of_onevision(config.to_dict())

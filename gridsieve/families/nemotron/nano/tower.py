@@ -17,8 +17,8 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.fields import Fields
 from gridsieve.families.nemotron.tower import load_radio
+from gridsieve.families.parts.tiles import one_after_the_other
 from gridsieve.services.encoder.tower.patches import CHANNELS, Normalisation
-from gridsieve.services.encoder.tower.tiles import one_after_the_other
 from gridsieve.services.encoder.tower.tower import Tower
 from gridsieve.services.encoder.tower.vision_model import RunOptions
 
@@ -32,13 +32,12 @@ _ARCHITECTURES = {
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(NemotronH_Omni_Reasoning_V3_Config, without=["vision_config"])
     config.vision_config = _radio(checkpoint.config)
     if (version := getattr(config, "ps_version", "v2")) != "v2":
         raise StartupError(f"ps_version {version!r} is not supported, only 'v2'")
     mean, std = (checkpoint.config.numbers(f"norm_{name}", CHANNELS) for name in ("mean", "std"))
-    tower = load_radio(checkpoint, config, Normalisation(1 / 255, mean, std), options)
+    tower = load_radio(checkpoint, config, options, Normalisation(1 / 255, mean, std))
     return replace(tower, arrange=partial(one_after_the_other, tower.patches))
 
 

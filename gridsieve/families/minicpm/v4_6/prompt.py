@@ -25,6 +25,7 @@ from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.plan import Grid, Modality, SizePx
 from gridsieve.families.minicpm.slicing import Slicing
 from gridsieve.families.minicpm.versions import merged_side
+from gridsieve.families.parts.sampling import firsts_of_shares
 from gridsieve.services.preprocessing.layouts.family import Family
 from gridsieve.services.preprocessing.layouts.processors import check_processors
 from gridsieve.services.preprocessing.prompt.canvas import CanvasSpan
@@ -64,7 +65,6 @@ class MiniCPMV46(Family):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> MiniCPMV46:
-        """Raises StartupError for settings that are not supported or contradict each other."""
         config, image, video = checkpoint.config, checkpoint.processor("image"), checkpoint.processor("video")
         patch_px = config.part("vision_config").whole("patch_size")
         token_px = patch_px * merged_side(config)
@@ -93,8 +93,7 @@ class MiniCPMV46(Family):
         if wanted is None and math.ceil(steps) < bounds.min_frames:
             wanted = bounds.min_frames
         if wanted is not None:
-            wanted = min(wanted, total_frames)
-            return tuple(number * total_frames // wanted for number in range(wanted))
+            return firsts_of_shares(total_frames, min(wanted, total_frames))
         if steps <= bounds.max_frames:
             return tuple(min(int(number / bounds.fps * rate), last) for number in range(math.ceil(steps)))
         tenths = int(steps / (1 / _TENTHS))

@@ -17,14 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-import numpy as np
-
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.plan import Grid, Modality
 from gridsieve.common.contract.tensors import DType
 from gridsieve.families.internvl.prompt import InternVL
 from gridsieve.families.nemotron.prompt import timed_slices
+from gridsieve.families.parts.sampling import count_of, from_first_to_last
 from gridsieve.services.preprocessing.prompt.layout import Expansion
 from gridsieve.services.preprocessing.video.sampling import FrameBounds
 from gridsieve.services.preprocessing.video.timing import TimeBase
@@ -40,7 +39,6 @@ class NemotronNanoVL(InternVL):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> NemotronNanoVL:
-        """Raises StartupError for settings that are not supported."""
         config = checkpoint.config
         vision = config.part("vision_config")
         stated = {**vision.part("args"), **vision}
@@ -65,9 +63,7 @@ class NemotronNanoVL(InternVL):
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
         """Evenly spaced from the first to the last frame; one is the first."""
-        wanted = int(total_frames / float(average_rate) * bounds.fps)
-        frames = bounds.num_frames or max(1, min(max(wanted, bounds.min_frames), bounds.max_frames))
-        return tuple(np.linspace(0, total_frames - 1, min(frames, total_frames)).round().astype(int).tolist())
+        return from_first_to_last(total_frames, count_of(total_frames, average_rate, bounds))
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
         """For each frame its time and its tokens; of an image its tokens."""

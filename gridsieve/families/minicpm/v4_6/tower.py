@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import MiniCPMV4_6Config, MiniCPMV4_7Config
 from transformers.models.minicpmv4_6.modeling_minicpmv4_6 import (
     MiniCPMV4_6Merger,
@@ -29,35 +29,30 @@ from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.plan import MediaPlan, Modality
 from gridsieve.families.minicpm.cells import Cells
 from gridsieve.families.minicpm.versions import merged_side
+from gridsieve.families.parts.projected import side_of
+from gridsieve.families.parts.tiles import check_plan
 from gridsieve.services.encoder.tower.attention import Attend
 from gridsieve.services.encoder.tower.packing import PackedLayout, TowerShape
-from gridsieve.services.encoder.tower.patches import Normalisation, PatchShape, read_normalisation
-from gridsieve.services.encoder.tower.projected import side_of
-from gridsieve.services.encoder.tower.tiles import check_plan
+from gridsieve.services.encoder.tower.patches import Normalisation, PatchShape
 from gridsieve.services.encoder.tower.tower import Arrangement, Tower, TowerSizes, linear_weights
 from gridsieve.services.encoder.tower.vision_model import LoadedModel, RunOptions, TowerModel, assemble
-from gridsieve.services.encoder.tower.weights import find_parts
 
 _CONFIGS = {"minicpmv4_6": MiniCPMV4_6Config, "minicpmv4_7": MiniCPMV4_7Config}
-_TOWER, _MERGER = "vision_tower.", "merger."
-_WINDOW_MERGER = f"{_TOWER}vit_merger."
 # Patches per side of a window, and in it.
 _WINDOW_SIDE, _WINDOW = 2, 4
 _MERGED_TWICE = 4
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(_CONFIGS[checkpoint.model_type])
     vision, merge = config.vision_config, merged_side(checkpoint.config)
     patch_px = side_of(vision.patch_size)
-    patches = PatchShape(patch_px, merge, 1)
+    cells = Cells(side_of(vision.image_size) // patch_px, by_quotient=True)
+    patches = PatchShape(patch_px, TowerShape(merge, table=cells))
     return assemble(
+        checkpoint,
         _MiniCPMV46.on_meta(config, merge == _MERGED_TWICE),
-        find_parts(checkpoint, (_TOWER, _MERGER)),
-        read_normalisation(checkpoint),
         options,
-        shape=TowerShape(merge, table=Cells(side_of(vision.image_size) // patch_px, by_quotient=True)),
         patches=patches,
         embed_dim=config.text_config.hidden_size,
         arrange=lambda plan: _arrange(plan, patches),
@@ -85,8 +80,10 @@ class _MiniCPMV46(TowerModel):
     """
 
     places: Tensor
-    patch_embedding = f"{_TOWER}embeddings.patch_embedding."
-    unread = (_WINDOW_MERGER,)
+    parts = ("vision_tower.", "merger.")
+    layers_at = "vision_tower.encoder.layers"
+    patch_embedding = "vision_tower.embeddings.patch_embedding."
+    unread = ("vision_tower.vit_merger.",)
 
     def __init__(self, config: Any, windows: bool) -> None:
         super().__init__(config.vision_config)
@@ -100,13 +97,8 @@ class _MiniCPMV46(TowerModel):
                 f"insert_layer_id {config.insert_layer_id} is none of the tower's {len(self.layers)} layers"
             )
 
-    @property
-    def layers(self) -> nn.ModuleList:
-        layers: nn.ModuleList = self.vision_tower.encoder.layers
-        return layers
-
     def embed_with(self, loaded: LoadedModel, normalisation: Normalisation) -> None:
-        self.patch_embed = loaded.folded(normalisation)
+        super().embed_with(loaded, normalisation)
         self.places = self.vision_tower.embeddings.position_embedding.weight
         del self.vision_tower.embeddings
 
@@ -131,8 +123,7 @@ class _MiniCPMV46(TowerModel):
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Tokens (T, D) of patches uint8 (P, values)."""
-        assert layout.cells is not None
-        rows = self.patch_embed(patches) + self.places[layout.cells]
+        rows = self.patch_embed(patches) + self.places[layout.by_row["cells"]]
         ends, longest = layout.ends, layout.longest
         for index, layer in enumerate(self.layers):
             rows = layer(rows[None], None, cu_seqlens=ends, max_seqlen=longest, attend=attend)[0]

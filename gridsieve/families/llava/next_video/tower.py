@@ -23,8 +23,8 @@ from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.plan import MediaPlan, Modality
 from gridsieve.families.llava.anyres import AnyRes
 from gridsieve.families.llava.tiled_tower import check_frames, tiled
-from gridsieve.services.encoder.tower.projected import load_projected
-from gridsieve.services.encoder.tower.tiles import check_plan
+from gridsieve.families.parts.projected import load_projected
+from gridsieve.families.parts.tiles import check_plan
 from gridsieve.services.encoder.tower.tower import Arrangement, Tower
 from gridsieve.services.encoder.tower.vision_model import RunOptions
 
@@ -32,7 +32,6 @@ _POOLS: dict[str, Callable[..., Tensor]] = {"average": F.avg_pool2d, "max": F.ma
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(LlavaNextVideoConfig)
     if config.spatial_pool_mode not in _POOLS:
         raise StartupError(f"spatial_pool_mode {config.spatial_pool_mode!r} is not supported, only {', '.join(_POOLS)}")

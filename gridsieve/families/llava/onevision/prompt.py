@@ -13,24 +13,26 @@ Source: `LlavaOnevisionProcessor` and its image processor in transformers 5.24; 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.common.contract.errors import StartupError
-from gridsieve.common.contract.plan import FrameShape, Grid, Modality
+from gridsieve.common.contract.plan import FrameShape, Grid
+from gridsieve.common.fields import Fields
 from gridsieve.families.llava.anyres import AnyRes
 from gridsieve.families.llava.tiled_prompt import TiledFamily
-from gridsieve.services.preprocessing.layouts.processors import (
-    background_of,
-    check_processors,
-    placeholder_of,
-    size_of,
-)
+from gridsieve.services.preprocessing.layouts.processors import SQUARE, background_of, size_of
 from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from gridsieve.services.preprocessing.prompt.positions import LinearSpan
 from gridsieve.services.preprocessing.video.resize import View, check_aspect
-from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from gridsieve.services.preprocessing.video.sampling import FrameSampling
 from gridsieve.services.preprocessing.video.timing import TimeBase
+
+
+def _sizes(processor: Fields) -> Mapping[str, object]:
+    size = size_of(processor, ["shortest_edge"])
+    return {name: size.get(name) for name in SQUARE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,27 +42,9 @@ class LlavaOnevision(TiledFamily):
     background: tuple[int, int, int]
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint) -> LlavaOnevision:
-        """Raises StartupError for settings that are not supported or contradict each other."""
-        config, image = checkpoint.config, checkpoint.processor("image")
-        video = checkpoint.processor("video") or image
-        side_px = config.part("vision_config").whole("image_size")
-        check_processors(checkpoint, num_frames=None)
-        for name, settings in (("image", image), ("video", video)):
-            size = size_of(settings, ["shortest_edge"])
-            if [size.get("height"), size.get("width")] != [side_px, side_px]:
-                raise StartupError(f"the {name} processor's size is {size}, vision_config's image_size {side_px}")
-        if (selects := config.get("vision_feature_select_strategy", "full")) != "full":
-            raise StartupError(f"vision_feature_select_strategy {selects!r} is not supported, only 'full'")
-        return cls(
-            placeholders={kind: placeholder_of(checkpoint, kind) for kind in Modality},
-            token_px=config.part("vision_config").whole("patch_size"),
-            frame_bounds=FrameBounds(fps=video.number("fps", 1.0), min_frames=1, max_frames=32, temporal_patch=1),
-            fixed_tokens=True,
-            anyres=AnyRes.of_onevision(config),
-            newline=config.part("text_config").whole("vocab_size"),
-            background=background_of(image),
-        )
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
+        anyres, background = AnyRes.of_onevision(checkpoint.config), background_of(checkpoint.processor("image"))
+        return cls.read(checkpoint, anyres, "full", 32, _sizes, background=background)
 
     def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
         """The whole picture and its tiles; of several images each as one square."""

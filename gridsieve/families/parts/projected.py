@@ -10,7 +10,7 @@ Source: `LlavaModel.get_image_features` of transformers 5.24, whose classes thes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,9 @@ from gridsieve.services.encoder.tower.adapted import linear_layers
 from gridsieve.services.encoder.tower.attention import Attend
 from gridsieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape
 from gridsieve.services.encoder.tower.patches import FoldedPatchEmbed, Normalisation, PatchShape, read_normalisation
-from gridsieve.services.encoder.tower.tower import Arrangement, Tower, TowerSizes, sizes_of
+from gridsieve.services.encoder.tower.tower import Arrangement, Tower
 from gridsieve.services.encoder.tower.vision_model import LoadedModel, RunOptions, TowerModel, assemble
-from gridsieve.services.encoder.tower.weights import find_parts
+from gridsieve.services.encoder.tower.weights import Stored
 
 _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
 _CLASSES: dict[str, Any] = {
@@ -77,19 +77,14 @@ def load_projected(
     lead = int(vision.model_type in _WITH_CLASS_TOKEN)
     dropped = int(getattr(config, "vision_feature_select_strategy", "full") == "default")
     model = _Llava.on_meta(config, projector, arrange is None)
-    # Published checkpoints have CLIP's and SigLIP's weights one level deeper than transformers 5.
-    stored = {
-        name.replace(f"{_TOWER}vision_model.", _TOWER): each
-        for name, each in find_parts(checkpoint, (_TOWER, _PROJECTOR)).items()
-    }
-    fixed = 0 if vision.model_type == "pixtral" else side_of(vision.image_size) // side_of(vision.patch_size)
+    patch_px, side = side_of(vision.patch_size), side_of(vision.image_size) // side_of(vision.patch_size)
+    fixed = None if vision.model_type == "pixtral" else Side(side, side)
     return assemble(
+        checkpoint,
         model,
-        stored,
-        read_normalisation(checkpoint, video),
         options,
-        shape=TowerShape(merge, lead=lead, dropped=dropped, fixed=Side(fixed, fixed) if fixed else None),
-        patches=PatchShape(side_of(vision.patch_size), merge, 1, lead, dropped, fixed),
+        read_normalisation(checkpoint, video),
+        patches=PatchShape(patch_px, TowerShape(merge, lead=lead, dropped=dropped, fixed=fixed)),
         embed_dim=config.text_config.hidden_size,
         features=model.features if arrange else None,
         arrange=arrange(model.multi_modal_projector) if arrange else None,
@@ -130,6 +125,7 @@ class _Llava(TowerModel):
         projects the features.
     """
 
+    parts = (_TOWER, _PROJECTOR)
     embed: Any
     unread = _UNREAD
 
@@ -157,15 +153,16 @@ class _Llava(TowerModel):
         layers: nn.ModuleList = inner.layer if hasattr(inner, "layer") else inner.layers
         return layers
 
+    def find(self, checkpoint: Checkpoint) -> Mapping[str, Stored]:
+        """Published checkpoints have CLIP's and SigLIP's weights one level deeper than transformers 5."""
+        found = super().find(checkpoint)
+        return {name.replace(f"{_TOWER}vision_model.", _TOWER): each for name, each in found.items()}
+
     def embed_with(self, loaded: LoadedModel, normalisation: Normalisation) -> None:
         kind = _RotaryEmbedding if hasattr(self.vision_tower, "patch_conv") else _TableEmbedding
         self.embed = kind(self.vision_tower, loaded.folded(normalisation))
         for replaced in ("embeddings", "patch_conv", "patch_positional_embedding"):
             self._remove(replaced)
-
-    def sizes(self) -> TowerSizes:
-        patch_weights = self.embed.patch_embed.weight.numel()
-        return sizes_of(self.vision.hidden_size, self.layers, patch_weights, self.multi_modal_projector)
 
     def _remove(self, name: str) -> None:
         if hasattr(self.vision_tower, name):

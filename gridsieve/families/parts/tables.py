@@ -22,14 +22,12 @@ class InterpolatedTable:
     over_square: bool = False
 
     def by_row(self, positions: Array, rows: int, columns: int) -> Mapping[str, Array]:
-        """See `Table`."""
+        """See `Table`. entries: int64 (P, E), whose weighted sum is a patch's position embedding, 4 or 16; weights:
+        float32 (P, E)."""
         lengths = (max(rows, columns),) * 2 if self.over_square else (rows, columns)
         (row_entries, row_weights), (column_entries, column_weights) = (
             self.axis(positions[:, axis], length, self.side) for axis, length in enumerate(lengths)
         )
         entries = row_entries[:, :, None] * self.side + column_entries[:, None]
         weights = row_weights[:, :, None] * column_weights[:, None]
-        return {
-            "interpolation_indices": entries.reshape(len(entries), -1),
-            "interpolation_weights": weights.reshape(len(entries), -1),
-        }
+        return {"entries": entries.reshape(len(entries), -1), "weights": weights.reshape(len(entries), -1)}
