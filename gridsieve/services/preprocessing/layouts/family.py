@@ -68,8 +68,8 @@ class Family(ABC):
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
         """The sampled frames of a video: indices below `total_frames`, not decreasing, at least one.
 
-        Where the rate of a video varies, it is called again for as many frames of a video that has many more: they
-        then say how frames are spread over time.
+        Where the rate of a video varies, it is called again for as many frames of a video that lasts as long and has
+        many more: they then say how frames are spread over time.
         """
         raise NotImplementedError
 
