@@ -123,6 +123,7 @@ class Planner:
             self._family.template_options,
             self._family.video_text,
             self._family.markers,
+            self._family.video_template,
         )
         self._fingerprint = checkpoint.fingerprint
         self._media_root = media_root

@@ -41,6 +41,7 @@ class Family(ABC):
     joins_parts: the text between the parts of a message, for chat templates that take text only; None for templates
         that take parts.
     template_options: variables of the chat template besides the messages.
+    video_template: the chat template of messages with a video, where it is not the checkpoint's; it takes parts.
     canvas_markers: of `canvas_positions`, where the spans of expansions are those of canvases.
     """
 
@@ -56,6 +57,7 @@ class Family(ABC):
     fixed_tokens: bool = False
     joins_parts: str | None = None
     template_options: Mapping[str, object] = field(default_factory=dict)
+    video_template: str | None = None
     canvas_markers: tuple[int, ...] = ()
 
     @abstractmethod
