@@ -27,6 +27,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from gridsieve.common import process
+from tests import families
 
 settings.register_profile("gridsieve", deadline=None, derandomize=True)
 settings.load_profile("gridsieve")
@@ -62,31 +63,7 @@ LONGEST_FIRST = ("integration", "generation", "encoder", "gridsieve", "preproces
 
 # Deep ones differ from the others in parts that tests of the encoder and of preprocessing cover.
 FAMILIES = ("llava", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe")
-DEEP_FAMILIES = (
-    "cosmos3_edge",
-    "glm4v",
-    "glm46v",
-    "glm4v_moe",
-    "internvl",
-    "internvl_qwen3",
-    "internvl_qwen3_moe",
-    "llava_next_video",
-    "llava_onevision",
-    "llava_pixtral",
-    "llava_siglip",
-    "minicpmv_2_5",
-    "minicpmv_2_6",
-    "minicpmv_4_0",
-    "minicpmv_4_5",
-    "minicpmv4_6",
-    "minicpmv4_7",
-    "mistral3",
-    "nemotron_h_omni",
-    "nemotron_nano_vl",
-    "qwen2_vl",
-    "qwen3_5_moe",
-    "video_llama_3",
-)
+DEEP_FAMILIES = sorted(families.FAMILIES.keys() - FAMILIES)
 FAMILY_PARAMS = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP_FAMILIES)]
 
 
@@ -156,8 +133,6 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Tiny random checkpoints in float32 by model type, each written once."""
-    from tests import families
-
     return cache(lambda name: families.FAMILIES[name].write(tmp_path_factory.mktemp(name), 1))
 
 

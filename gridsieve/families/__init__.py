@@ -200,6 +200,14 @@ FAMILIES = (
         limits=f"{_NO_FLOAT16}; {_FEW_QUANTISED}, so not the FP8 and NVFP4 ones; {_NO_THOUGHTS}",
     ),
     ModelFamily(
+        model_type="smolvlm",
+        models="SmolVLM2",
+        folder="gridsieve.families.smolvlm",
+        prompt="prompt:SmolVLM.from_checkpoint",
+        positions=f"{_LINEAR}, each frame after its time",
+        limits=_NO_FLOAT16,
+    ),
+    ModelFamily(
         model_type="video_llama_3",
         models="VideoLLaMA 3 (-HF)",
         folder="gridsieve.families.videollama",

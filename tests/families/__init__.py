@@ -1,20 +1,22 @@
 """Model families for tests: tiny random checkpoints, and the classes of transformers to compare with.
 
-The model types of FAMILIES must be those of the rows of `gridsieve.families`. This package does not import services.
+Each module here adds its FAMILIES, whose model types must be those of the rows of `gridsieve.families`. This package
+does not import services.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
 from transformers import Cosmos3EdgeForConditionalGeneration
 
 from tests import cosmos3_edge, minicpm, minicpmv4_6, nemotron, nemotron_nano
-from tests.families import glm, internvl, llava, qwen
 from tests.families.family import FamilyUnderTest as FamilyUnderTest
 from tests.families.internvl import INTERNVL_PX as INTERNVL_PX
 from tests.families.llava import LLAVA as LLAVA
@@ -110,10 +112,11 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
         side=nemotron_nano.SIDE_PX // nemotron.PATCH_PX // nemotron.MERGE,
         model_type=nemotron_nano.MODEL_TYPE,
     ),
-    **llava.FAMILIES,
-    **internvl.FAMILIES,
-    **glm.FAMILIES,
-    **qwen.FAMILIES,
+    **{
+        name: each
+        for module in iter_modules(__path__, f"{__name__}.")
+        for name, each in getattr(import_module(module.name), "FAMILIES", {}).items()
+    },
 }
 QWEN = sorted(name for name in FAMILIES if name.startswith("qwen"))
 
@@ -127,7 +130,10 @@ def vision_of(model: Any) -> Any:
 def text_and_head(reference: Any) -> tuple[Any, Any]:
     """The text model and the output layer of what `load_reference` gives; of Nemotron they are one model."""
     inner = reference._modules.get("language_model")
-    return (reference.model.language_model, reference.lm_head) if inner is None else (inner.model, inner.lm_head)
+    if inner is not None:
+        return inner.model, inner.lm_head
+    text = getattr(reference.model, "language_model", None)
+    return reference.model.text_model if text is None else text, reference.lm_head
 
 
 def load_reference(name: str, folder: Path) -> Any:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from demo.checkpoint import randomise
+from gridsieve.common.contract.plan import PromptPlan
 from tests.recurrent import as_trained
 
 # Of most text models, in transformers' names.
@@ -44,6 +46,8 @@ class FamilyUnderTest:
     newline_id: of the stored vector after rows of an image and after a video: the id after the vocabulary.
     channels_last: a patch's values are in the order y, x, channel.
     model_type: of its config.json, where that is not its name in FAMILIES.
+    inputs: what the processor gives `model` for a plan and the frames of its items, by the checkpoint's folder and its
+        config; None: `tests/integration/reference.py` knows.
     """
 
     write: Callable[[Path, int], Path]
@@ -62,6 +66,7 @@ class FamilyUnderTest:
     channels_last: bool = False
     model_type: str = ""
     lm_head: str = "lm_head.weight"
+    inputs: Callable[[PromptPlan, Mapping[int, bytearray], Path, Any], dict[str, Tensor]] | None = None
 
     @property
     def token_px(self) -> int:

@@ -25,7 +25,7 @@ from gridsieve.v1 import prompt_pb2
 from gridsieve.v1.preprocessing_pb2 import PreprocessRequest
 from gridsieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
 from tests import nemotron
-from tests.families import FamilyUnderTest
+from tests.families import FamilyUnderTest, text_and_head
 from tests.vision import patches_of
 
 NEW_TOKENS = 8
@@ -70,6 +70,8 @@ async def model_inputs(
     prompt = generate_request([user_turn(list(parts), question)], {}).prompt
     plan, frames = await plan_and_frames(preprocessing, prompt)
     ids = torch.from_numpy(plan.input_ids.astype(np.int64))[None]
+    if family.inputs is not None:
+        return family.inputs(plan, frames, folder, config)
     if config.model_type in ("llava_onevision", "llava_next_video", "internvl"):
         return _tiled(plan, frames, folder, config)
     if config.model_type == "nemotron_h_omni":
@@ -228,7 +230,7 @@ def check_pruned_answer(answer: Answer, model: Any, inputs: dict[str, Tensor], p
 
     model: of one-dimensional positions. inputs: of the unpruned prompt. pad_id: of the video's tokens.
     """
-    ids, said, text = inputs["input_ids"][0], torch.tensor(answer.token_ids), model.model.language_model
+    ids, said, (text, _) = inputs["input_ids"][0], torch.tensor(answer.token_ids), text_and_head(model)
     given: list[Tensor] = []
     hook = text.register_forward_pre_hook(lambda *call: given.append(call[2]["inputs_embeds"][0]), with_kwargs=True)
     model(**inputs)

@@ -113,6 +113,7 @@ TILED = [
         pytest.param(name, marks=pytest.mark.deep)
         for name in ("internvl", "internvl_qwen3_moe", "llava_next_video", "video_llama_3")
     ),
+    *(pytest.param(name, marks=pytest.mark.deep) for name, each in FAMILIES.items() if each.inputs),
 ]
 # An image alone is in tiles: here so many that their tokens are shrunk.
 TILED_MIXES: tuple[tuple[Part, ...], ...] = (
@@ -134,8 +135,7 @@ async def test_models_with_tiles_and_pooled_videos_answer_as_transformers_genera
             inputs = await model_inputs(
                 addresses["preprocessing"], [video], QUESTION, FAMILIES[name], folder, reference.config
             )
-            of_images = reference.config.model_type == "internvl"
-            pad_id = reference.config.image_token_id if of_images else reference.config.video_token_id
+            pad_id = getattr(reference.config, "video_token_id", reference.config.image_token_id)
             with pytest.raises(
                 InvalidRequest, match="got 'pixel_change': the vision tower of this model reads whole"
             ) as e:

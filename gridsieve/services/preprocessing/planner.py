@@ -123,6 +123,7 @@ class Planner:
             self._family.template_options,
             self._family.video_text,
             self._family.markers,
+            self._family.video_template,
         )
         self._fingerprint = checkpoint.fingerprint
         self._media_root = media_root
@@ -262,7 +263,12 @@ class Planner:
         base = TimeBase.of_frames(
             slice_frames * frame_s, sampled.timestamps_s, slice_frames, of_first=self._family.timed_by_first
         )
-        base = replace(base, frames_s=sampled.timestamps_s[: sampled.frames], source_fps=sampled.source_fps)
+        base = replace(
+            base,
+            frames_s=sampled.timestamps_s[: sampled.frames],
+            source_fps=sampled.source_fps,
+            length_s=len(times.ticks) / sampled.source_fps if sampled.source_fps else times.length_s,
+        )
         if by_time:
             firsts = sampled.places[::slice_frames]
             base = replace(base, starts_s=tuple(times.ticks[place] * times.time_base for place in firsts))

@@ -42,6 +42,7 @@ class Family(ABC):
     joins_parts: the text between the parts of a message, for chat templates that take text only; None for templates
         that take parts.
     template_options: variables of the chat template besides the messages.
+    video_template: the chat template of messages with a video, where it is not the checkpoint's; it takes parts.
     canvas_markers: of `canvas_positions`, where the spans of expansions are those of canvases.
     """
 
@@ -57,6 +58,7 @@ class Family(ABC):
     fixed_tokens: bool = False
     joins_parts: str | None = None
     template_options: Mapping[str, object] = field(default_factory=dict)
+    video_template: str | None = None
     canvas_markers: tuple[int, ...] = ()
 
     @abstractmethod
@@ -69,8 +71,8 @@ class Family(ABC):
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
         """The sampled frames of a video: indices below `total_frames`, not decreasing, at least one.
 
-        Where the rate of a video varies, it is called again for as many frames of a video that has many more: they
-        then say how frames are spread over time.
+        Where the rate of a video varies, it is called again for as many frames of a video that lasts as long and has
+        many more: they then say how frames are spread over time.
         """
         raise NotImplementedError
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gridsieve.common.chat_templates import chat_templates
+from gridsieve.common.chat_templates import TemplateSource, chat_templates
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import InvalidRequest, StartupError
 from gridsieve.common.contract.plan import Int32Array, Modality
@@ -39,7 +39,8 @@ class ChatTokens:
     joins_parts: the text between the parts of a message, for a template that takes text only; None: it takes parts.
     options: variables of the template besides the messages and the tokenizer's special tokens. video_text: a video's
     placeholder with the control tokens around it that are replaced together with it; None: it is replaced alone.
-    markers: texts of expansions, whose tokens are control tokens.
+    markers: texts of expansions, whose tokens are control tokens. video_template: of conversations with a video; None:
+    the checkpoint's.
     Raises StartupError if the checkpoint has no usable tokenizer or template.
     """
 
@@ -52,10 +53,13 @@ class ChatTokens:
         options: Mapping[str, object] = {},
         video_text: str | None = None,
         markers: Sequence[str] = (),
+        video_template: str | None = None,
     ) -> None:
         sources = chat_templates(checkpoint)
+        of_videos = TemplateSource(video_template, takes_parts=True) if video_template else sources.conversation
         markers = (*markers, *placeholders.values(), pad or "", video_text or "")
-        self._control = control_tokens(checkpoint, [source.text for source in sources.for_tools], markers)
+        read = dict.fromkeys((*sources.for_tools, of_videos))
+        self._control = control_tokens(checkpoint, [source.text for source in read], markers)
         self._text = PlainText(checkpoint, self._control)
         wanted = [pad] if pad else placeholders.values()
         missing = [token for token in wanted if token not in self._control]
@@ -68,18 +72,18 @@ class ChatTokens:
         self._begin = names.get("bos_token")
         self._options = options
         self._marks = Marks({*self._control, *placeholders.values()})
-        templates = [
-            ChatTemplate(
+        templates = {
+            source: ChatTemplate(
                 source.text,
                 self._marks,
                 names,
                 takes_parts=source.takes_parts and joins_parts is None,
                 where=str(checkpoint.folder),
             )
-            for source in sources.for_tools
-        ]
-        self._template = templates[sources.for_tools.index(sources.conversation)]
-        self._with_tools = next((each for each in templates if each.shows_tools), None)
+            for source in read
+        }
+        self._template, self._with_videos = templates[sources.conversation], templates[of_videos]
+        self._with_tools = next((templates[each] for each in sources.for_tools if templates[each].shows_tools), None)
         self._placeholders = {modality: self._marks.marked(token) for modality, token in placeholders.items()}
         self._video_text = self._marks.marked(video_text) if video_text else None
 
@@ -114,7 +118,8 @@ class ChatTokens:
     def _chosen(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> ChatTemplate:
         """The template that renders these turns. Raises InvalidRequest for tools that none shows."""
         if not tools and not any(turn.tool_calls or turn.role == "tool" for turn in turns):
-            return self._template
+            has_video = any(Modality.VIDEO in turn.parts for turn in turns)
+            return self._with_videos if has_video else self._template
         if self._with_tools is None:
             what = "be empty" if tools else "hold no tool calls and results"
             text = f"must {what}: the checkpoint's chat template does not show tools to the model"

@@ -10,6 +10,7 @@ overlapping views, as a call takes longer than a product.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -53,7 +54,8 @@ class View:
     """The part of a frame that is sent: it is resized to height_px × width_px, and a window at (top, left) is cut out.
 
     Pixels outside of the resized frame are black. squared: the frame is padded to a square with this colour, RGB,
-    before it is resized; None: it is not.
+    before it is resized; None: it is not. through: heights and widths to which it is resized before, one after the
+    other, of processors that resize more than once. lanczos: whether by Lanczos' filter, and not the bicubic one.
     """
 
     height_px: int
@@ -61,6 +63,8 @@ class View:
     top: int = 0
     left: int = 0
     squared: tuple[int, int, int] | None = None
+    through: tuple[tuple[int, int], ...] = ()
+    lanczos: bool = False
 
 
 def centre_view(height_px: int, width_px: int, shorter_px: int, sent: tuple[int, int]) -> View:
@@ -149,13 +153,42 @@ class _Call:
         return int(products * step)
 
 
+def _cubic(distance: Float64Array) -> Float64Array:
+    """Keys' cubic convolution with a = −1/2, at distances in pixels."""
+    x = np.abs(distance)
+    near = (1.5 * x - 2.5) * x * x + 1
+    far = ((-0.5 * x + 2.5) * x - 4) * x + 2
+    return np.where(x < 1, near, np.where(x < 2, far, 0))
+
+
+def _windowed_sinc(distance: Float64Array) -> Float64Array:
+    """Lanczos' window of three lobes over the sinc, at distances in pixels."""
+    return np.where(np.abs(distance) < 3, np.sinc(distance) * np.sinc(distance / 3), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """weights: of pixels at these distances. reach: beyond which they are 0, in pixels."""
+
+    reach: int
+    weights: Callable[[Float64Array], Float64Array]
+
+
+_BICUBIC, _LANCZOS = Filter(2, _cubic), Filter(3, _windowed_sinc)
+
+
 def view_into(pixels: UInt8Array, view: View | None, sent: FrameArray) -> None:
     """Fills uint8 or float32 [h, w, 3] with a view of uint8 [H, W, 3]; None: with the whole, resized."""
     if view is None:
         resize_into(pixels, sent)
         return
+    filtered = _LANCZOS if view.lanczos else _BICUBIC
+    shown = pixels if view.squared is None else _squared(pixels, view.squared)
+    for size in view.through:
+        before, shown = shown, np.empty((*size, _CHANNELS), np.uint8)
+        resize_into(before, shown, filtered)
     resized = np.empty((view.height_px, view.width_px, _CHANNELS), sent.dtype)
-    resize_into(pixels if view.squared is None else _squared(pixels, view.squared), resized)
+    resize_into(shown, resized, filtered)
     sent[:] = 0
     taken, placed = zip(
         *(
@@ -184,10 +217,10 @@ def _squared(pixels: UInt8Array, colour: tuple[int, int, int]) -> UInt8Array:
     return square
 
 
-def resize_into(pixels: UInt8Array, resized: FrameArray) -> None:
-    """Fills uint8 or float32 [h, w, 3], contiguous, from uint8 [H, W, 3]: bicubic with antialiasing.
+def resize_into(pixels: UInt8Array, resized: FrameArray, filtered: Filter = _BICUBIC) -> None:
+    """Fills uint8 or float32 [h, w, 3], contiguous, from uint8 [H, W, 3], with antialiasing.
 
-    Of float32 some values lie below 0 or above 255, where bicubic resampling overshoots.
+    Of float32 some values lie below 0 or above 255, where resampling overshoots.
     """
     if pixels.shape == resized.shape:
         resized[:] = pixels
@@ -196,8 +229,8 @@ def resize_into(pixels: UInt8Array, resized: FrameArray) -> None:
     values = pixels.reshape(rows, columns * _CHANNELS)
     levels = np.ndarray((height, width * _CHANNELS), resized.dtype, resized)
     rounds = resized.dtype == np.uint8
-    across = _calls(columns, width, _CHANNELS, _VALUES_A_PRODUCT, _VALUES_A_CALL)
-    down = _calls(rows, height, 1, _ROWS_A_PRODUCT, _ROWS_A_CALL)
+    across = _calls(columns, width, _CHANNELS, _VALUES_A_PRODUCT, _VALUES_A_CALL, filtered)
+    down = _calls(rows, height, 1, _ROWS_A_PRODUCT, _ROWS_A_CALL, filtered)
     # Zeros, as what lies outside the frame must be finite.
     read = np.zeros((max(band.reads for band in down), max(panel.reads for panel in across)), np.float32)
     sums = np.empty((len(read), max(panel.makes for panel in across)), np.float32)
@@ -238,12 +271,12 @@ def _multiply_down(sums: Float32Array, band: _Call, made: Float32Array) -> None:
 
 
 @lru_cache(maxsize=8)
-def _calls(before: int, after: int, channels: int, step: int, at_most: int) -> tuple[_Call, ...]:
+def _calls(before: int, after: int, channels: int, step: int, at_most: int, filtered: Filter) -> tuple[_Call, ...]:
     """The resampling of a side from `before` pixels to `after` as matrix products that make `step` values each.
 
     at_most: of the values that a call reads, without what its last product reads past its stride, and makes.
     """
-    values, weights = _taps(before, after, channels)
+    values, weights = _taps(before, after, channels, filtered)
     stride = round(step * before / after)
     made = max(at_most // max(stride, step), 1) * step
     calls = []
@@ -261,25 +294,18 @@ def _calls(before: int, after: int, channels: int, step: int, at_most: int) -> t
     return tuple(calls)
 
 
-def _taps(before: int, after: int, channels: int) -> tuple[NDArray[np.int64], Float64Array]:
+def _taps(before: int, after: int, channels: int, filtered: Filter) -> tuple[NDArray[np.int64], Float64Array]:
     """The values of a side that each resized value is a sum of, and their weights: both [after · channels, taps]."""
     scale = before / after
     stretch = max(scale, 1.0)
     centres = (np.arange(after) + 0.5) * scale
-    first = np.maximum(centres - 2 * stretch + 0.5, 0).astype(int)
-    end = np.minimum(centres + 2 * stretch + 0.5, before).astype(int)
+    reach = filtered.reach * stretch
+    first = np.maximum(centres - reach + 0.5, 0).astype(int)
+    end = np.minimum(centres + reach + 0.5, before).astype(int)
     number = int((end - first).max())
     # At the far edge some windows would read past the end: they begin earlier, with weights of zero.
     pixels = np.minimum(first, before - number)[:, None] + np.arange(number)
-    weights = _cubic((pixels + 0.5 - centres[:, None]) / stretch)
+    weights = filtered.weights((pixels + 0.5 - centres[:, None]) / stretch)
     weights /= weights.sum(1, keepdims=True)
     values = pixels[:, None] * channels + np.arange(channels)[:, None]
     return values.reshape(-1, number), np.repeat(weights, channels, axis=0)
-
-
-def _cubic(distance: Float64Array) -> Float64Array:
-    """Keys' cubic convolution with a = −1/2, at distances in pixels."""
-    x = np.abs(distance)
-    near = (1.5 * x - 2.5) * x * x + 1
-    far = ((-0.5 * x + 2.5) * x - 4) * x + 2
-    return np.where(x < 1, near, np.where(x < 2, far, 0))

@@ -297,7 +297,8 @@ def _chosen(times: FrameTimes, rate: FrameRate, bounds: FrameBounds, pick: PickI
         return picked
     # The same number, now as its family spreads it over many more indices than there are frames.
     indices = len(picked) * _STEP_INDICES
-    return _at_even_times(times, pick(indices, rate.per_s, replace(bounds, num_frames=len(picked))), indices)
+    per_s = rate.per_s * indices / total  # they last as long as the part
+    return _at_even_times(times, pick(indices, per_s, replace(bounds, num_frames=len(picked))), indices)
 
 
 def _at_even_times(times: FrameTimes, indices: Sequence[int], end: int) -> tuple[int, ...]:

@@ -23,7 +23,8 @@ class TimeBase:
 
     frames_s: of each frame that was sampled; empty where only slices are known. source_fps: frames a second of the
         video itself, if every frame keeps to it; None where the rate varies or is not known. starts_s: exact times of
-        the first frames of slices, where positions follow them; else empty.
+        the first frames of slices, where positions follow them; else empty. length_s: of the whole video; None where it
+        is not known.
     """
 
     seconds_per_grid: Fraction
@@ -31,6 +32,7 @@ class TimeBase:
     frames_s: tuple[float, ...] = ()
     source_fps: Fraction | None = None
     starts_s: tuple[Fraction, ...] = ()
+    length_s: Fraction | None = None
 
     @classmethod
     def of_frames(

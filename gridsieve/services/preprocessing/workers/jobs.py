@@ -249,8 +249,9 @@ def sent_of(facts: Facts) -> tuple[SizePx, tuple[View | None, ...], DType]:
     return (height, width), views, FRAME_DTYPES[facts.integer("dtype", 0, len(FRAME_DTYPES) - 1)]
 
 
-def _view(squared: Sequence[int] | None, **places: int) -> View:
-    return View(**places, squared=None if squared is None else tuple(squared))  # type: ignore[arg-type]
+def _view(squared: Sequence[int] | None, through: Sequence[Sequence[int]], **others: Any) -> View:
+    sizes: Any = tuple(map(tuple, through))
+    return View(**others, squared=None if squared is None else tuple(squared), through=sizes)  # type: ignore[arg-type]
 
 
 def slices_job(media: PlannedVideo | PlannedPicture, begin: int = 0) -> Job[Slice]:
