@@ -25,11 +25,10 @@ from benchmarks.gpu.call import GENERATE, Call, Part
 from benchmarks.gpu.device import give_back, wait
 from benchmarks.table import Row
 from benchmarks.timing import Summary, Timed
-from gridsieve.bench.backend import Backend, GrpcBackend
-from gridsieve.bench.load import Extent, closed_loop
+from gridsieve.bench.load import closed_loop
 from gridsieve.bench.measure import Record, timed
 from gridsieve.bench.metrics import Samples, read_metrics
-from gridsieve.bench.workload import Entry, Workload
+from gridsieve.bench.workload import Workload
 from gridsieve.cli.launcher import LocalStack
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.prompt import Options, Text, Video
@@ -96,26 +95,25 @@ async def _measured(
     metrics = [f"127.0.0.1:{started.metrics_ports['generation']}"]
     async with GridsieveClient(started.address) as client:
         before = await read_metrics(metrics)
-        records, wall_s = await _ask(GrpcBackend(client), data, pruning, clients, requests)
+        records, wall_s = await _ask(client, data, pruning, clients, requests)
         after = await read_metrics(metrics)
     steps, replayed = (_sum(after, name) - _sum(before, name) for name in (STEPS, REPLAYED))
     return records, wall_s, replayed, steps
 
 
 async def _ask(
-    backend: Backend, data: bytes, pruning: Pruning, clients: int, requests: int
+    client: GridsieveClient, data: bytes, pruning: Pruning, clients: int, requests: int
 ) -> tuple[list[Record], float]:
     """The records of all requests, and the seconds that they took together."""
-    workload = Workload([Entry((Video(data=data), Text(QUESTION)))], unique=True)
+    workload = Workload(((Video(data=data), Text(QUESTION)),), has_new_bytes=True)
     clock = asyncio.get_running_loop().time
     records: list[Record] = []
     began_s = clock()
 
     async def ask(number: int, due_s: float) -> None:
-        question = workload.question(number, pruning)
-        records.append(await timed(backend, number, question, due_s, began_s, OPTIONS))
+        records.append(await timed(client, number, workload, pruning, due_s, began_s, OPTIONS))
 
-    await closed_loop(ask, clients, Extent(requests))
+    await closed_loop(ask, clients, requests)
     return records, clock() - began_s
 
 

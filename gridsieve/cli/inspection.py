@@ -77,7 +77,7 @@ def inspect(
     *,
     media: Annotated[str, typer.Argument(help="A video or an image: a file or a URL.")],
     pruning_rate: DrawnRateOption = None,
-    method: MethodsOption = None,
+    pruning_method: MethodsOption = None,
     pruning_threshold: ThresholdOption = None,
     output: Annotated[Path, of_output("--output", "-o", help="The PNG or JPEG file to write.")] = Path("kept.png"),
     frames: FrameFlags,
@@ -95,13 +95,13 @@ def inspect(
 
     Example: gridsieve inspect clip.mp4
 
-    Example: gridsieve inspect clip.mp4 --pruning-rate 0.75 --method evs --method vcast -o kept.png
+    Example: gridsieve inspect clip.mp4 --pruning-rate 0.75 --pruning-method evs --pruning-method vcast -o kept.png
     """
     suggested = pruning_rate is None and pruning_threshold is None
     if suggested:
-        prunings = [_suggested(each) for each in dict.fromkeys(method or [SUGGESTED.method])]
+        prunings = [_suggested(each) for each in dict.fromkeys(pruning_method or [SUGGESTED.method])]
     else:
-        named = dict.fromkeys(method or ()) or (None,)
+        named = dict.fromkeys(pruning_method or ()) or (None,)
         prunings = [said_pruning(pruning_rate, each, pruning_threshold) for each in named]
     part = frames.part(media)
     if output.suffix.lower() not in _FORMATS:
@@ -120,7 +120,7 @@ def inspect(
                     addresses = stack.addresses["preprocessing"], stack.addresses["encoder"]
                     inspected = asyncio.run(inspect_media(*addresses, part, prunings, **given))
         except InvalidRequest as error:
-            if suggested and error.field == "--method":
+            if suggested and error.field == "--pruning-method":
                 error.remedy = "give a rate, which takes a method of this model: --pruning-rate 0.75"
             raise
         sheets = [_draw(each, file_name(media)) for each in inspected]
@@ -132,7 +132,7 @@ def _suggested(method: str) -> Said:
     """What is drawn of a method where nobody says how much to drop. Raises BadParameter for one that needs a rate."""
     if method not in (SUGGESTED.method, NONE):
         said_pruning(None, method, None)  # refuses a method that does not exist
-        raise typer.BadParameter(f"--method {method} needs --pruning-rate, such as 0.75")
+        raise typer.BadParameter(f"--pruning-method {method} needs --pruning-rate, such as 0.75")
     return Said(method=method, threshold=None if method == NONE else SUGGESTED.threshold)
 
 

@@ -43,10 +43,10 @@ _of_connection = partial(typer.Option, rich_help_panel="Connection")
 # Fields of requests that have flags of another name.
 _FLAGS = {
     "pruning.rate": "--pruning-rate",
-    "pruning.method": "--method",
+    "pruning.method": "--pruning-method",
     "pruning.threshold": "--pruning-threshold",
     "adapter": "--adapter",
-    "open.pruning": "--method",
+    "open.pruning": "--pruning-method",
     "open.source": "SOURCE",
     "window_tokens": "--window-tokens",
     "prompt.template_options.enable_thinking": "--thinking",
@@ -62,7 +62,7 @@ DrawnRateOption = Annotated[
 ]
 THRESHOLD_HELP = (
     "Let the rate follow from the video: drop tokens whose pixels changed by less than this share of their range, such "
-    f"as {AUTO_THRESHOLD:g}, and at least --pruning-rate. Implies --method {PIXEL_CHANGE}."
+    f"as {AUTO_THRESHOLD:g}, and at least --pruning-rate. Implies --pruning-method {PIXEL_CHANGE}."
 )
 ThresholdOption = Annotated[float | None, of_media(help=THRESHOLD_HELP)]
 _METHOD_HELP = (
@@ -109,12 +109,12 @@ class PruningFlags:
     """How videos are pruned; None: as the service does."""
 
     pruning_rate: Annotated[float | None, of_media(help=f"{_RATE_HELP} Default: the service's.")] = None
-    method: Annotated[str | None, of_media(help=f"{_METHOD_HELP} Default: the service's.")] = None
+    pruning_method: Annotated[str | None, of_media(help=f"{_METHOD_HELP} Default: the service's.")] = None
     pruning_threshold: ThresholdOption = None
 
     def options(self) -> Options:
         """Raises BadParameter as `pruning_of`."""
-        said = said_pruning(self.pruning_rate, self.method, self.pruning_threshold)
+        said = said_pruning(self.pruning_rate, self.pruning_method, self.pruning_threshold)
         return Options(pruning_rate=said.rate, pruning_method=said.method, pruning_threshold=said.threshold)
 
 

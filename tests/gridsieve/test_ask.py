@@ -52,7 +52,7 @@ def test_media_and_their_flags_are_sent(
     photo = tmp_path / "photo.jpg"
     photo.write_bytes(b"photo")
     url = "https://a.test//clip.mp4?x=1"
-    flags = ["--pruning-rate", "0.5", "--method", "random", "--fps", "4", "--max-frames", "16"]
+    flags = ["--pruning-rate", "0.5", "--pruning-method", "random", "--fps", "4", "--max-frames", "16"]
     gridsieve("ask", clip, str(photo), url, "What differs?", *flags, "--server", address)
     gridsieve("ask", "films/a.mp4", url, "?", "--on-server", "--server", address)
     first, on_server = services.asked
@@ -166,9 +166,9 @@ def test_an_address_of_something_else_is_reported_with_what_to_change(gridsieve:
     [
         (("ask", "?", "--pruning-rate", "nan"), "nan"),
         (("ask", "?", "--pruning-rate", "1"), "--pruning-rate must be at least 0 and below 1, got 1.0"),
-        (("ask", "?", "--method", "magic"), f"--method must be one of {', '.join(METHODS)}, got 'magic'"),
+        (("ask", "?", "--pruning-method", "magic"), f"--pruning-method must be one of {', '.join(METHODS)}, got 'magic'"),
         (
-            ("ask", "?", "--method", "evs", "--pruning-threshold", "0.04"),
+            ("ask", "?", "--pruning-method", "evs", "--pruning-threshold", "0.04"),
             "--pruning-threshold is for pixel_change, the method is evs",
         ),
         (("chat", "--pruning-threshold", "1"), "--pruning-threshold must be at least 0 and below 1, got 1.0"),

@@ -1,4 +1,4 @@
-"""Reports of a load: percentiles, throughput, groups, errors; and their text, JSON and plot."""
+"""Reports of a load: percentiles, throughput, groups, errors; and their text and JSON."""
 
 from __future__ import annotations
 
