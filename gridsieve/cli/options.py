@@ -16,8 +16,7 @@ import typer
 
 from gridsieve.client.credentials import Access
 from gridsieve.client.messages import IN_PYTHON
-from gridsieve.client.prompt import Image, Message, Options, Sampling, Video, check_scheme, is_url
-from gridsieve.client.prompt import Pruning as Said
+from gridsieve.client.prompt import Image, Message, Options, Pruning, Sampling, Video, check_scheme, is_url
 from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, path_of, steps_of
 from gridsieve.common.contract.retention import (
     AUTO_THRESHOLD,
@@ -29,9 +28,9 @@ from gridsieve.common.contract.retention import (
     SUGGESTED,
     VCAST,
     VIDCOM2,
-    Pruning,
     named_method,
 )
+from gridsieve.common.contract.retention import Pruning as Applied
 from gridsieve.common.security.tokens import read_token
 
 # Options, by the panel of the help that they stand in.
@@ -113,7 +112,7 @@ class PruningFlags:
     pruning_threshold: ThresholdOption = None
 
     def options(self) -> Options:
-        """Raises BadParameter as `pruning_of`."""
+        """Raises BadParameter as `said_pruning`."""
         said = said_pruning(self.pruning_rate, self.pruning_method, self.pruning_threshold)
         return Options(pruning_rate=said.rate, pruning_method=said.method, pruning_threshold=said.threshold)
 
@@ -216,30 +215,27 @@ class AccessFlags:
         )
 
 
-def pruning_of(rate: float, method: str | None, threshold: float | None) -> Pruning:
-    """Raises BadParameter for an invalid rate or threshold, an unknown method, and one that has no threshold."""
-    with _bad_parameters():
-        return Pruning(rate, named_method(method, threshold), threshold=threshold)
+def applied_pruning(rate: float, method: str | None, threshold: float | None) -> Applied:
+    """Raises as `said_pruning`."""
+    said_pruning(rate, method, threshold)
+    return Applied(rate, named_method(method, threshold), threshold=threshold)
 
 
-def said_pruning(rate: float | None, method: str | None, threshold: float | None) -> Said:
-    """Of a request; None: not said. Raises as `pruning_of`."""
-    with _bad_parameters():
-        return Said(rate, method, threshold=threshold)
+def said_pruning(rate: float | None, method: str | None, threshold: float | None) -> Pruning:
+    """Of a request; None: not said.
+
+    Raises BadParameter for an invalid rate or threshold, an unknown method, and one that has no threshold.
+    """
+    try:
+        with in_flags():
+            return Pruning(rate, method, threshold=threshold)
+    except InvalidRequest as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def template_options(thinking: bool | None) -> Mapping[str, bool]:
     """Variables of the chat template. thinking: None, as it does by default."""
     return {} if thinking is None else {"enable_thinking": thinking}
-
-
-@contextmanager
-def _bad_parameters() -> Iterator[None]:
-    try:
-        with in_flags():
-            yield
-    except InvalidRequest as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 @contextmanager

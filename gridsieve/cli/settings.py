@@ -30,7 +30,10 @@ def settings(
     """
     with reported_errors(cannot_start=ExitStatus.CANNOT_START, as_json=as_json):
         found = settings_of_services({"file": service_flags(config, ()), "flag": service_flags(None, context.args)})
-    for name, command in context.find_root().command.commands.items():  # type: ignore[attr-defined]
+    root = context.find_root()
+    commands: Any = root.command
+    for name in commands.list_commands(root):
+        _, command, _ = commands.resolve_command(root, [name])
         if name != context.command.name:
             given = {"config": config} if name == "serve" and source(context, "config") == "flag" else {}
             found[name] = list(values(context, command, given))

@@ -66,7 +66,7 @@ def test_the_title_of_a_url_has_no_query_and_the_caption_says_what_chose(
         assert result.exit_code == 0, result.stderr
         assert {each.messages[0].parts[0].video.url for each in services.asked if hasattr(each, "messages")} >= {url}
     assert [each[4] for each in drawn] == ["a b.mp4", "data:"]
-    caption = "the change of pixels, before the tower, at threshold 0.125 keeps 4 of 8 tokens"
+    caption = "pixel_change, before the tower, at threshold 0.125 keeps 4 of 8 tokens"
     assert drawn[0][5].startswith(caption)
     encode = next(each for each in services.asked if isinstance(each, encoder_pb2.EncodePrompt))
     assert (encode.pruning.rate, encode.pruning.method, encode.pruning.threshold) == (0, "", 0.125)

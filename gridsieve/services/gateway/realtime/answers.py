@@ -12,7 +12,7 @@ from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, Una
 from gridsieve.common.telemetry.logs import add_request_stats
 from gridsieve.services.gateway.realtime.events import (
     Answer,
-    Conversation,
+    ItemChain,
     Names,
     ServerEvent,
     error_event,
@@ -34,7 +34,7 @@ class Answers:
     """sent: the client's event that had a frame, by the frame's number, and the part of its item; None: unknown."""
 
     def __init__(self, names: Names, sent: Callable[[int], tuple[str | None, int] | None] = lambda _: None) -> None:
-        self.conversation = Conversation(names.new("conv"))
+        self.items = ItemChain(names.new("conv"))
         self._names, self._sent = names, sent
         self._triggers: dict[str, tuple[ResponseFields, int | None]] = {}  # with the limit of the answer's tokens
         self._running: dict[str, Answer] = {}  # by the id that generation knows
@@ -53,10 +53,10 @@ class Answers:
         }
 
     def new(self, fields: ResponseFields, limit: int | None, event_id: str | None) -> Answer:
-        """An answer that nobody has asked for yet; see `add`. Takes the arguments of Answer."""
-        return Answer(self._names, fields, limit, self.conversation, event_id)
+        """An answer that nobody has asked for yet; see `begin`. Takes the arguments of Answer."""
+        return Answer(self._names, fields, limit, self.items, event_id)
 
-    def add(self, ask_id: str, answer: Answer) -> ServerEvent:
+    def begin(self, ask_id: str, answer: Answer) -> ServerEvent:
         """What is told first of an answer. ask_id: of its question, for generation."""
         self._running[ask_id] = answer
         return answer.created()
@@ -64,10 +64,10 @@ class Answers:
     def events(self, response: LiveResponse) -> Iterator[ServerEvent]:
         match response.WhichOneof("response"):
             case "delta":
-                yield from self._begin(response.delta.ask_id)
+                yield from self._begin_trigger(response.delta.ask_id)
                 yield from self._running[response.delta.ask_id].delta(response.delta.delta.text)
             case "finished":
-                yield from self._begin(response.finished.ask_id)
+                yield from self._begin_trigger(response.finished.ask_id)
                 yield from self._finish(response.finished)
             case _:
                 add_request_stats(prompt_tokens=sum(response.slice.kept.shape))  # [K]; of others: none
@@ -76,11 +76,11 @@ class Answers:
                 if event := own_event(self._names, response):
                     yield event
 
-    def _begin(self, ask_id: str) -> Iterator[ServerEvent]:
+    def _begin_trigger(self, ask_id: str) -> Iterator[ServerEvent]:
         """An answer that a trigger asked for begins with its first response."""
         if ask_id not in self._running:
             fields, limit = self._triggers[ask_id]
-            yield self.add(ask_id, self.new(fields, limit, None))
+            yield self.begin(ask_id, self.new(fields, limit, None))
 
     def _finish(self, finished: LiveFinished) -> Iterator[ServerEvent]:
         answer, usage = self._running.pop(finished.ask_id), finished.finished.usage

@@ -9,7 +9,6 @@ from gridsieve.client.messages import generate_request
 from gridsieve.client.prompt import Message, Options, Text
 from gridsieve.common.contract.errors import InvalidRequest, path_of, steps_of, within
 from gridsieve.services.gateway.chat.options import pruning_of
-from gridsieve.services.gateway.chat.request import MediaOptions
 from gridsieve.services.gateway.realtime.request import LiveFields, ResponseFields, SessionFields
 from gridsieve.v1 import generation_pb2
 
@@ -24,7 +23,7 @@ def open_message(session: SessionFields, request_id: str, adapter: str | None) -
     """Raises InvalidRequest in gRPC's names, see `name_of`."""
     own = session.gridsieve or LiveFields()
     messages = [Message("system", (Text(session.instructions),))] if session.instructions else []
-    request = generate_request(messages, pruning_of(MediaOptions(pruning=own.pruning)))
+    request = generate_request(messages, pruning_of(own.pruning))
     opened = generation_pb2.LiveOpen(
         messages=request.prompt.messages,
         pruning=request.pruning if own.pruning else None,
