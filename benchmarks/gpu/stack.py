@@ -31,16 +31,16 @@ from gridsieve.bench.metrics import Samples, read_metrics
 from gridsieve.bench.workload import Workload
 from gridsieve.cli.launcher import LocalStack
 from gridsieve.client.client import GridsieveClient
-from gridsieve.client.prompt import Options, Text, Video
+from gridsieve.client.prompt import Options, Pruning, Text, Video
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import Modality
-from gridsieve.common.contract.retention import PIXEL_CHANGE, Pruning
+from gridsieve.common.contract.retention import EVS, PIXEL_CHANGE
 from gridsieve.services.preprocessing.conversation import Conversation, MediaRequest
 from gridsieve.services.preprocessing.planner import Planner
 from gridsieve.services.preprocessing.prompt.turns import Turn
 from gridsieve.services.preprocessing.video.sampling import FrameSampling
 
-PRUNINGS = (Pruning(0.0), Pruning(0.75), Pruning(0.75, PIXEL_CHANGE), Pruning(0.9, PIXEL_CHANGE))
+PRUNINGS = (Pruning(0.0, EVS), Pruning(0.75, EVS), Pruning(0.75, PIXEL_CHANGE), Pruning(0.9, PIXEL_CHANGE))
 HEIGHT_PX, WIDTH_PX, KEYFRAME_EVERY = 360, 640, 60
 QUESTION = "What happens in the video?"
 NEW_TOKENS = 64
@@ -77,7 +77,7 @@ def stack(call: Call) -> Iterator[Row]:
             asyncio.run(_measured(started, data, PRUNINGS[0], most, most))  # a warm-up
             for clients in target.clients:
                 for pruning in PRUNINGS:
-                    by = f" by {pruning.method}" if pruning.drops else ""
+                    by = f" by {pruning.method}" if pruning.rate else ""
                     what = f"rate {pruning.rate:g}{by}, {clients} clients"
                     requests = max(LEAST_REQUESTS, REQUESTS_PER_CLIENT * clients)
                     if call.fits(what, requests * REQUEST_S):

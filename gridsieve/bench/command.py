@@ -18,14 +18,14 @@ import typer
 from gridsieve.bench.report import Report, report_json, table
 from gridsieve.bench.run import Run, measure, served
 from gridsieve.bench.workload import Workload, read_sharegpt, synthetic_questions
-from gridsieve.cli.options import THRESHOLD_HELP, AccessFlags, JsonOption, print_json, pruning_of
+from gridsieve.cli.options import THRESHOLD_HELP, AccessFlags, JsonOption, print_json, said_pruning
 from gridsieve.cli.terminal import reported_errors
 from gridsieve.cli.variables import source
 from gridsieve.client.client import DEFAULT_ADDRESS, GridsieveClient
 from gridsieve.client.credentials import Access
-from gridsieve.client.prompt import Options
+from gridsieve.client.prompt import Options, Pruning
 from gridsieve.common.contract.errors import InvalidRequest
-from gridsieve.common.contract.retention import METHODS, NONE, Pruning
+from gridsieve.common.contract.retention import METHODS, NONE, named_method
 
 _server = partial(typer.Option, rich_help_panel="Server")
 _load = partial(typer.Option, rich_help_panel="Load")
@@ -131,15 +131,15 @@ def bench(
     )
     with reported_errors(server or DEFAULT_ADDRESS, as_json=as_json):
         rates = dict.fromkeys(pruning_rate or [0.0])
-        prunings = tuple(pruning_of(each, pruning_method, pruning_threshold) for each in rates)
+        prunings = tuple(said_pruning(each, pruning_method, pruning_threshold) for each in rates)
         asked = _workload(workload, has_new_bytes=workload is None or len(prunings) > 1)
         given = access.access()
         options = Options(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, timeout_s=timeout_s)
         began = datetime.now(UTC).isoformat(timespec="seconds")
         with served(server, start, model, metrics or ()) as target:
-            if pruning_method is None and pruning_threshold is None:
-                usual = asyncio.run(_usual_method(target.address, given))
-                prunings = tuple(dataclasses.replace(each, method=usual) for each in prunings)
+            usual = asyncio.run(_usual_method(target.address, given))
+            named = named_method(pruning_method, pruning_threshold, usual)
+            prunings = tuple(dataclasses.replace(each, method=named) for each in prunings)
             loop = clients or (None if request_rate else _CLIENTS)
             run = Run(
                 target.address, asked, prunings, loop, request_rate, requests, warmup, options, given, target.metrics

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from gridsieve.bench.workload import Workload
 from gridsieve.client.answer import Delta, Finished, Timings, Usage
 from gridsieve.client.client import GridsieveClient
-from gridsieve.client.prompt import Message, Options
+from gridsieve.client.prompt import Message, Options, Pruning
 from gridsieve.common.contract.errors import GridsieveError, PeerContract
-from gridsieve.common.contract.retention import Pruning
 
 
 @dataclass(frozen=True, slots=True)

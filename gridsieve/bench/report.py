@@ -18,7 +18,8 @@ import numpy as np
 
 from gridsieve.bench.measure import Failure, Record
 from gridsieve.client.answer import STAGES
-from gridsieve.common.contract.retention import NONE, Pruning
+from gridsieve.client.prompt import Pruning
+from gridsieve.common.contract.retention import NONE
 
 _NAME_WIDTH = 38
 _COLUMNS = {"mean": "Mean", "p50": "Median", "p99": "P99"}

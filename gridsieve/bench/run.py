@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gridsieve.bench.load import closed_loop, open_loop, poisson_arrivals
 from gridsieve.bench.measure import Record, timed
@@ -27,9 +27,8 @@ from gridsieve.cli.signals import unwind_on_signals
 from gridsieve.cli.terminal import stderr
 from gridsieve.client.client import DEFAULT_ADDRESS, GridsieveClient
 from gridsieve.client.credentials import Access
-from gridsieve.client.prompt import Options
+from gridsieve.client.prompt import Options, Pruning
 from gridsieve.common.contract.errors import Unavailable
-from gridsieve.common.contract.retention import Pruning
 
 _WARMUP_CLIENTS = 8
 
@@ -168,9 +167,11 @@ async def _measure_one(run: Run, pruning: Pruning, client: GridsieveClient, outc
         outcome.abandoned += 1
         phase.records.append(await timed(client, number, run.workload, pruning, due_s, began_s, run.options))
         outcome.abandoned -= 1
-        bar.advanced(phase, clock() - began_s)
+        bar.advance(done)
 
-    with LoadBar(run.requests) as bar:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        done = bar.add_task("requests", total=run.requests)
         try:
             if run.rate is None:
                 await closed_loop(ask, run.clients or 1, run.requests)
@@ -193,20 +194,3 @@ async def _warm_up(run: Run, pruning: Pruning, client: GridsieveClient) -> int:
     if all(record.failure and record.failure.reason == Unavailable.reason for record in records):
         raise Unavailable(failures[0].message, "generation")
     return len(failures)
-
-
-class LoadBar(Progress):
-    """A progress bar, if stderr is a terminal: requests done, failed and per second."""
-
-    def __init__(self, requests: int) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[counts]}"))
-        super().__init__(*columns, TimeElapsedColumn(), console=stderr, transient=True, disable=not stderr.is_terminal)
-        self._failed = 0
-        self._task = self.add_task("requests", total=requests, counts="0 done")
-
-    def advanced(self, phase: Phase, after_s: float) -> None:
-        """Counts the last record, which ended `after_s` seconds after the load began."""
-        done = len(phase.records)
-        self._failed += phase.records[-1].failure is not None
-        counts = f"{done} done · {self._failed} failed · {done / max(after_s, 1e-9):.1f} requests/s"
-        self.update(self._task, completed=done, counts=counts)

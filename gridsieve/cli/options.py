@@ -28,9 +28,7 @@ from gridsieve.common.contract.retention import (
     SUGGESTED,
     VCAST,
     VIDCOM2,
-    named_method,
 )
-from gridsieve.common.contract.retention import Pruning as Applied
 from gridsieve.common.security.tokens import read_token
 
 # Options, by the panel of the help that they stand in.
@@ -213,12 +211,6 @@ class AccessFlags:
             token=token,
             allow_plaintext_token=self.allow_plaintext_token,
         )
-
-
-def applied_pruning(rate: float, method: str | None, threshold: float | None) -> Applied:
-    """Raises as `said_pruning`."""
-    said_pruning(rate, method, threshold)
-    return Applied(rate, named_method(method, threshold), threshold=threshold)
 
 
 def said_pruning(rate: float | None, method: str | None, threshold: float | None) -> Pruning:

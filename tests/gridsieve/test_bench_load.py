@@ -15,9 +15,8 @@ from gridsieve.bench.measure import Record, timed
 from gridsieve.bench.workload import Workload
 from gridsieve.client.answer import Delta, Event, Finished, FinishReason, Timings, Usage
 from gridsieve.client.client import GridsieveClient
-from gridsieve.client.prompt import Message, Options, Text
+from gridsieve.client.prompt import Message, Options, Pruning, Text
 from gridsieve.common.contract.errors import Overloaded
-from gridsieve.common.contract.retention import Pruning
 from tests.gridsieve.instant_loop import run
 
 

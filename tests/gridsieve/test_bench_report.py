@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from gridsieve.bench.measure import Failure, Record
 from gridsieve.bench.report import Distribution, Report, report_json, table
 from gridsieve.client.answer import Timings, Usage
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.client.prompt import Pruning
 
-PLAIN, PRUNED = Pruning(0.0), Pruning(0.75)
+PLAIN, PRUNED = Pruning(0.0, "evs"), Pruning(0.75, "evs")
 TIMINGS = Timings(1.0, 0.0, 0.1, 0.2, 0.0, 0.1, 0.2, 0.0, 0.1, 0.1, 0.2, generate_s=0.5)
 
 
