@@ -29,16 +29,16 @@ COMMANDS = {
         "gridsieve.cli.models",
         "Print the model families that `gridsieve serve --model` takes, and what each can do.",
     ),
-    "settings": (
-        "gridsieve.cli.settings",
-        "Print every setting of the services and every flag of the other commands, with its value.",
-    ),
+    "settings": ("gridsieve.cli.settings", "Print every setting of the services, with its value."),
     "ask": ("gridsieve.cli.ask", "Ask a question about videos and images; the completion is streamed to stdout."),
     "chat": (
         "gridsieve.cli.chat",
         "Talk about videos and images: each question sees the ones before it and their answers.",
     ),
-    "live": ("gridsieve.cli.live", "Ask about a video while it plays: again and again, and whatever else comes to mind."),
+    "live": (
+        "gridsieve.cli.live",
+        "Ask about a video while it plays: again and again, and whatever else comes to mind.",
+    ),
     "watch": (
         "gridsieve.cli.watch",
         "Watch the cameras of a file: ask about each every so often, or when something changed, until Ctrl-C.",

@@ -216,7 +216,8 @@ def _named(pruning: Pruning) -> str:
 def _lines(reports: Sequence[Report]) -> Iterator[str]:
     for report in reports:
         for failures in report.failures:
-            yield f"{_named(report.pruning)}: {failures.count} × {failures.status} {failures.reason}: {failures.example}"
+            what = f"{failures.count} × {failures.status} {failures.reason}"
+            yield f"{_named(report.pruning)}: {what}: {failures.example}"
     yield _row("Pruning rate:", [f"{report.pruning.rate:g}" for report in reports])
     for title, read, digits in _FIGURES:
         yield _row(title, [_number(read(report), digits) for report in reports])

@@ -1,4 +1,4 @@
-"""The command `gridsieve settings`, which prints every setting of the services and every flag of the command."""
+"""The command `gridsieve settings`, which prints every setting of the services."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import typer
 
 from gridsieve.cli.options import JsonOption, print_json
 from gridsieve.cli.serve import ConfigOption
-from gridsieve.cli.service_settings import TABLES, settings_of_services
+from gridsieve.cli.service_settings import settings_of_services
 from gridsieve.cli.stack_flags import service_flags
 from gridsieve.cli.terminal import reported_errors
-from gridsieve.cli.variables import source, values
 from gridsieve.common.process import ExitStatus
 
 
@@ -20,7 +19,7 @@ def settings(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print every setting of the services and every flag of the other commands, with its value.
+    """Print every setting of the services, with its value.
 
     Each line also says where the value comes from (default, environment, file, flag), and the default if it differs.
 
@@ -30,18 +29,11 @@ def settings(
     """
     with reported_errors(cannot_start=ExitStatus.CANNOT_START, as_json=as_json):
         found = settings_of_services({"file": service_flags(config, ()), "flag": service_flags(None, context.args)})
-    root = context.find_root()
-    commands: Any = root.command
-    for name in commands.list_commands(root):
-        _, command, _ = commands.resolve_command(root, [name])
-        if name != context.command.name:
-            given = {"config": config} if name == "serve" and source(context, "config") == "flag" else {}
-            found[name] = list(values(context, command, given))
     if as_json:
         print_json(found)
         return
     for name, rows in found.items():
-        typer.echo(f"{name}: GRIDSIEVE_{'' if name in TABLES else name.upper() + '_'}…")
+        typer.echo(f"{name}: GRIDSIEVE_…")
         for row in rows:
             default = "" if row["source"] == "default" else f"   default: {_shown(row['default'])}"
             typer.echo(f"  {row['flag']:28} {_shown(row['value']):28} {row['source']}{default}")

@@ -114,7 +114,7 @@ class LiveEvents:
         question, usage = self._questions[message.ask_id], LiveUsage(**_fields(message.usage))
         deltas = self._deltas.pop(message.ask_id, [])
         if message.error:
-            return LiveRefused(message.ask_id, question, _refusal(message))
+            return LiveRefused(message.ask_id, question, error_of(message))
         finished = _finished(message.finished)
         answer = Answer(self._request_id, (choice_of(finished, deltas),), finished.usage, finished.timings)
         return LiveFinished(message.ask_id, question, answer, self._seen_s, usage, _filmed(message))
@@ -127,10 +127,15 @@ def _filmed(message: generation_pb2.LiveSlice | generation_pb2.LiveFinished) -> 
     return Filmed(message.wall_time_s, clock, message.snapshot)
 
 
-def _refusal(message: generation_pb2.LiveFinished) -> GridsieveError:
+def error_of(message: generation_pb2.LiveFinished) -> GridsieveError:
+    """Why a question has no answer."""
     if message.finished.reason != generation_pb2.FINISH_REASON_REFUSED:  # a service was away
         return Unavailable(message.error, "generation")
-    field = message.error_field if message.HasField("error_field") else None
+    return refusal_of(message)
+
+
+def refusal_of(message: generation_pb2.LiveFinished | generation_pb2.LiveDropped) -> InvalidRequest:
+    field = message.error_field or None
     return InvalidRequest(message.error.removeprefix(f"{field} "), field=field)
 
 

@@ -150,7 +150,10 @@ def test_an_address_of_something_else_is_reported_with_what_to_change(gridsieve:
     [
         (("ask", "?", "--pruning-rate", "nan"), "nan"),
         (("ask", "?", "--pruning-rate", "1"), "--pruning-rate must be at least 0 and below 1, got 1.0"),
-        (("ask", "?", "--pruning-method", "magic"), f"--pruning-method must be one of {', '.join(METHODS)}, got 'magic'"),
+        (
+            ("ask", "?", "--pruning-method", "magic"),
+            f"--pruning-method must be one of {', '.join(METHODS)}, got 'magic'",
+        ),
         (
             ("ask", "?", "--pruning-method", "evs", "--pruning-threshold", "0.04"),
             "--pruning-threshold is for pixel_change, the method is evs",

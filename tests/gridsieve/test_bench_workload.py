@@ -56,7 +56,10 @@ def test_a_sharegpt_file_is_asked_by_its_first_turns_with_media_in_place_of_plac
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (json.dumps([conversation("Fine?", "Yes."), conversation("?", "!", video="no.mp4")]), "1.video: must name a file, got 'no.mp4'"),
+        (
+            json.dumps([conversation("Fine?", "Yes."), conversation("?", "!", video="no.mp4")]),
+            "1.video: must name a file, got 'no.mp4'",
+        ),
         ('[{"conversations": [{"value": "?"}]}]', "0.conversations.0.from: Field required"),
         ('[{"video": 7}]', "got 7"),
         ('{"question": "?"', "Invalid JSON"),

@@ -26,7 +26,9 @@ def pixels_of(sheet: Image.Image, colour: tuple[int, int, int]) -> NDArray[np.bo
 def draw(grid: Grid, kept: list[int], frames_per_slice: int = 2) -> Image.Image:
     frames = red_frames(grid.t * frames_per_slice)
     stamps = [index / 2 for index in range(len(frames))]
-    return contact_sheet(frames, grid, np.array(kept, dtype=np.int32), stamps, "clip.mp4", "a caption", frames_per_slice)
+    return contact_sheet(
+        frames, grid, np.array(kept, dtype=np.int32), stamps, "clip.mp4", "a caption", frames_per_slice
+    )
 
 
 def test_a_kept_patch_is_drawn_at_the_place_of_its_token() -> None:

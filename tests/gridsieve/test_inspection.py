@@ -81,7 +81,10 @@ def test_without_a_rate_the_suggestion_is_drawn_and_without_a_method_what_the_se
     by_rate = json.loads(inspect(clip, "--pruning-rate", "0.5", "--json").stdout)["pruning"]
     assert (by_rate["rate"], by_rate["method"]) == (0.5, services.methods[-1])
     needs = inspect(clip, "--pruning-method", "vcast")
-    assert (needs.exit_code, "--pruning-method vcast needs --pruning-rate" in " ".join(needs.stderr.split())) == (2, True)
+    assert (needs.exit_code, "--pruning-method vcast needs --pruning-rate" in " ".join(needs.stderr.split())) == (
+        2,
+        True,
+    )
     services.methods = ("evs", "none")
     assert "pixel_change" in (refused := inspect(clip).stderr)
     assert "--pruning-rate 0.75" in refused

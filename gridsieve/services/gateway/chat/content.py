@@ -139,7 +139,9 @@ def _part(part: AnyPart, name: str, request: ChatRequest, uploads: Uploads) -> t
     if isinstance(part, TextPart):
         return Text(part.text), None
     if isinstance(part, EmbedsPart):
-        return _of_embeds(part, name), MediaNames(f"{name}.{part.type}", f"{name}.pruning" if part.pruning else "pruning")
+        return _of_embeds(part, name), MediaNames(
+            f"{name}.{part.type}", f"{name}.pruning" if part.pruning else "pruning"
+        )
     source = _source(part, name, uploads)
     item = media(source, name, part, request, asks_for_image=isinstance(part, ImageURLPart))
     return item, media_names(part, request, name, _location_of(part))

@@ -8,26 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, Unavailable
+from gridsieve.client.events import error_of, refusal_of
 from gridsieve.common.telemetry.logs import add_request_stats
-from gridsieve.services.gateway.realtime.events import (
-    Answer,
-    ItemChain,
-    Names,
-    ServerEvent,
-    error_event,
-    own_event,
-)
+from gridsieve.services.gateway.realtime.events import Answer, ItemChain, Names, ServerEvent, error_event, own_event
 from gridsieve.services.gateway.realtime.options import name_of, trigger_id
 from gridsieve.services.gateway.realtime.request import LiveFields, ResponseFields, SessionFields
-from gridsieve.v1.generation_pb2 import (
-    DROP_REASON_REFUSED,
-    FINISH_REASON_REFUSED,
-    LiveDropped,
-    LiveFinished,
-    LiveOpen,
-    LiveResponse,
-)
+from gridsieve.v1.generation_pb2 import DROP_REASON_REFUSED, LiveDropped, LiveFinished, LiveOpen, LiveResponse
 
 
 class Answers:
@@ -86,28 +72,15 @@ class Answers:
         answer, usage = self._running.pop(finished.ask_id), finished.finished.usage
         asked = usage.prompt_tokens - usage.cached_prompt_tokens  # without what the session held before it
         add_request_stats(prompt_tokens=asked, completion_tokens=usage.completion_tokens)
-        if error := _error_of(finished):
+        error = error_of(finished) if finished.error else None
+        if error:
+            error.rename(name_of, {})
             yield error_event(self._names, error, answer.event_id)
         yield from answer.finished(finished, error)
 
     def _refused(self, dropped: LiveDropped) -> ServerEvent:
         """The error about a frame that was refused."""
         event_id, part = (dropped.HasField("frame") and self._sent(dropped.frame)) or (None, None)
-        error = _refusal(dropped.error, dropped.error_field, partial(name_of, part=part))
+        error = refusal_of(dropped)
+        error.rename(partial(name_of, part=part), {})
         return error_event(self._names, error, event_id)
-
-
-def _error_of(finished: LiveFinished) -> GridsieveError | None:
-    """Why a question has no answer; None: it has one."""
-    if not finished.error:
-        return None
-    if finished.finished.reason != FINISH_REASON_REFUSED:
-        return Unavailable(finished.error, "generation")
-    return _refusal(finished.error, finished.error_field, name_of)
-
-
-def _refusal(error: str, field: str, name: Callable[[str], str]) -> InvalidRequest:
-    """The error that generation told. field: what it is about, in gRPC's name; empty: nothing."""
-    if not field:
-        return InvalidRequest(error)
-    return InvalidRequest(error.removeprefix(f"{field} "), field=name(field))

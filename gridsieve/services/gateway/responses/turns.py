@@ -108,9 +108,7 @@ def _with_call(turn: Turn, item: CallItem, name: str) -> Turn:
     )
 
 
-def _part(
-    part: AnyPart, name: str, request: ResponsesRequest, uploads: Uploads
-) -> tuple[Part, MediaNames | None]:
+def _part(part: AnyPart, name: str, request: ResponsesRequest, uploads: Uploads) -> tuple[Part, MediaNames | None]:
     if not isinstance(part, MediaPart):
         return Text(part.text), None
     source = source_of(part, _LOCATIONS[part.type], name, uploads)
