@@ -42,7 +42,6 @@ def test_settings_prints_every_value_of_services_and_where_it_comes_from(
     ("toml", "extra", "complaint"),
     [
         ("", ["--foo", "1"], "--foo is unknown; a flag of a service begins with its name"),
-        ("", ["--upload-root=/x"], "write --preprocessing-upload-root or --gateway-upload-root"),
         ("", ["clip.mp4"], "unexpected argument clip.mp4"),
         ("x = [", [], "is not TOML"),
         ("[serve]", [], "expected the tables preprocessing, encoder, generation, gateway, got 'serve'"),
