@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gridsieve.cli.launcher import SERVICES
-from gridsieve.cli.service_settings import TABLES
+from gridsieve.cli.launcher import GATEWAY, SERVICES
 from gridsieve.common.contract.errors import StartupError
 
+TABLES = (*SERVICES, GATEWAY)
 # What `serve` itself gives to all services.
 _OWN = {"listen", "metrics_port", "drain_s", "model", "media_root"} | set(SERVICES)
 

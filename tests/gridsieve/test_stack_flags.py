@@ -10,8 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gridsieve.__main__ import app
-from gridsieve.cli.service_settings import TABLES
-from gridsieve.cli.stack_flags import service_flags
+from gridsieve.cli.stack_flags import TABLES, service_flags
 from gridsieve.common.contract.errors import StartupError
 
 
