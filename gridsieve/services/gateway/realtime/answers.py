@@ -11,7 +11,7 @@ from functools import partial
 from gridsieve.client.events import error_of, refusal_of
 from gridsieve.common.telemetry.logs import add_request_stats
 from gridsieve.services.gateway.realtime.events import Answer, ItemChain, Names, ServerEvent, error_event, own_event
-from gridsieve.services.gateway.realtime.options import name_of, trigger_id
+from gridsieve.services.gateway.realtime.options import name_of
 from gridsieve.services.gateway.realtime.request import LiveFields, ResponseFields, SessionFields
 from gridsieve.v1.generation_pb2 import DROP_REASON_REFUSED, LiveDropped, LiveFinished, LiveOpen, LiveResponse
 
@@ -34,8 +34,8 @@ class Answers:
         """What follows is told by a session that was opened so. Its triggers keep what it was opened with."""
         triggers = zip((fields.gridsieve or LiveFields()).triggers or (), opened.triggers, strict=True)
         self._triggers = {
-            trigger_id(index): (given.response, message.ask.sampling.max_new_tokens or None)
-            for index, (given, message) in enumerate(triggers)
+            message.ask.ask_id: (given.response, message.ask.sampling.max_new_tokens or None)
+            for given, message in triggers
         }
 
     def new(self, fields: ResponseFields, limit: int | None, event_id: str | None) -> Answer:
