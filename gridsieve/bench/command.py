@@ -141,9 +141,7 @@ def bench(
             named = named_method(pruning_method, pruning_threshold, usual)
             prunings = tuple(dataclasses.replace(each, method=named) for each in prunings)
             loop = clients or (None if request_rate else _CLIENTS)
-            run = Run(
-                target.address, asked, prunings, loop, request_rate, requests, warmup, options, given, target.metrics
-            )
+            run = Run(target, asked, prunings, loop, request_rate, requests, warmup, options, given)
             outcome = asyncio.run(measure(run))
     reports = [Report.of(each.pruning, each.records, each.wall_s) for each in outcome.phases]
     about = {

@@ -34,16 +34,24 @@ _WARMUP_CLIENTS = 8
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """Generation's address, its description in the report, and host:port of the services' /metrics; if there are none,
+    the run reports no costs."""
+
+    address: str
+    description: str
+    metrics: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """What to send, when and to which server. Exactly one of clients and rate (requests per second) is set.
 
-    server: the address of generation.
     prunings: at least one; each is measured alone.
     requests, warmup: of each pruning.
-    metrics: host:port of the services' /metrics; if empty, the run reports no costs.
     """
 
-    server: str
+    target: Target
     workload: Workload
     prunings: tuple[Pruning, ...]
     clients: int | None
@@ -52,7 +60,6 @@ class Run:
     warmup: int
     options: Options
     access: Access
-    metrics: tuple[str, ...] = ()
 
     @property
     def load(self) -> str:
@@ -90,15 +97,6 @@ class Outcome:
     warmup_failed: int = 0
     interrupted: bool = False
     abandoned: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The server's address, its description in the report, and the addresses of the services' /metrics."""
-
-    address: str
-    description: str
-    metrics: tuple[str, ...]
 
 
 @contextlib.contextmanager
@@ -148,7 +146,7 @@ async def measure(run: Run) -> Outcome:
 
 
 async def _load(run: Run, outcome: Outcome) -> None:
-    async with GridsieveClient(run.server, **run.access) as client:
+    async with GridsieveClient(run.target.address, **run.access) as client:
         for pruning in run.prunings:
             await _measure_one(run, pruning, client, outcome)
 
@@ -157,7 +155,7 @@ async def _measure_one(run: Run, pruning: Pruning, client: GridsieveClient, outc
     if run.warmup:
         with stderr.status(f"warming up: {run.warmup} requests …"):
             outcome.warmup_failed += await _warm_up(run, pruning, client)
-    before = await read_metrics(run.metrics)
+    before = await read_metrics(run.target.metrics)
     phase = Phase(pruning)
     outcome.phases.append(phase)
     clock = asyncio.get_running_loop().time
@@ -179,7 +177,7 @@ async def _measure_one(run: Run, pruning: Pruning, client: GridsieveClient, outc
                 await open_loop(ask, poisson_arrivals(run.rate, run.requests))
         finally:
             phase.wall_s = clock() - began_s
-    phase.spent = spent(before, await read_metrics(run.metrics))
+    phase.spent = spent(before, await read_metrics(run.target.metrics))
 
 
 async def _warm_up(run: Run, pruning: Pruning, client: GridsieveClient) -> int:
