@@ -115,7 +115,7 @@ bench-live: setup  ## Measure live sessions: a question against Generate, an old
 bench-media: setup  ## Measure the path from a file to pruned embeddings against other implementations
 	$(BIN)/python -m benchmarks.media
 
-bench-sharegpt: setup  ## Measure rates 0 to 0.75 at one request a second by HTTP, as `vllm bench serve` does (5 minutes)
+bench-sharegpt: setup  ## Measure rates 0 to 0.75 at one request a second over a ShareGPT file (5 minutes)
 	$(BIN)/python -m benchmarks.sharegpt
 
 fuzz-http: setup  ## Send two thousand mutated requests to the gateway (about a minute)

@@ -1,6 +1,6 @@
-"""`make bench-sharegpt`: what pruning saves at one request a second, by OpenAI's HTTP, as the field measures it.
+"""`make bench-sharegpt`: what pruning saves at one request a second, as the field measures it.
 
-Writes a ShareGPT file of the demo's clips, questions and answers, starts the services and the gateway, and runs
+Writes a ShareGPT file of the demo's clips, questions and answers, starts the services, and runs
 `gridsieve bench` over it: every rate alone, the same questions at the same times, every clip with other bytes.
 Prints the heading and the command's table to stdout.
 """
@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.report import Beginning
 from demo.clips import EVALUATION_SEEDS
 from demo.evaluate import encoded, questions_of
-from gridsieve.cli.launcher import GATEWAY, SERVICES, LocalStack
+from gridsieve.cli.launcher import LocalStack
 from gridsieve.common.contract.retention import EVS
 
 RATES = (0.0, 0.1, 0.2, 0.4, 0.75)
@@ -54,11 +54,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write_sharegpt(Path(folder), args.requests)
         print(f"wrote {args.requests} clips", file=sys.stderr)
-        with LocalStack(services=(*SERVICES, GATEWAY)) as stack:
-            command = [sys.executable, "-m", "gridsieve", "bench", "--base-url", stack.url]
+        with LocalStack() as stack:
+            command = [sys.executable, "-m", "gridsieve", "bench", "--server", stack.address]
             command += ["--workload", FILE, "--requests", str(args.requests), "--request-rate", str(args.request_rate)]
             command += [word for rate in RATES for word in ("--pruning-rate", f"{rate:g}")]
-            command += ["--method", EVS, "--max-new-tokens", str(NEW_TOKENS), "--ignore-eos"]
+            command += ["--pruning-method", EVS, "--max-new-tokens", str(NEW_TOKENS), "--ignore-eos"]
             print(beginning, flush=True)
             subprocess.run(command, cwd=path.parent, check=True)
 

@@ -129,7 +129,7 @@ async def ask(console: Console, client: GridsieveClient, question: str, rate: fl
 
 async def time_larger(address: str) -> list[Cost]:
     """The cost of the first question at each rate, about a synthetic clip."""
-    clip, question, costs = Video(data=clips(seed=0)[-1]), QUESTIONS[0].text, []
+    clip, question, costs = Video(data=clips()[-1]), QUESTIONS[0].text, []
     async with GridsieveClient(address) as client:
         for salt, rate in (("warm-up", RATES[-1]), *((f"{rate}", rate) for rate in RATES)):
             answer = await client.ask(

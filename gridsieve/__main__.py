@@ -8,34 +8,74 @@ from __future__ import annotations
 
 import io
 import sys
+from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 try:
     import typer
 except ModuleNotFoundError as error:
     raise SystemExit(f"the command needs {error.name}: pip install 'gridsieve[client]'") from error
+from typer.core import TyperGroup
 
-from gridsieve.bench.command import bench
-from gridsieve.cli.ask import ask
-from gridsieve.cli.chat import chat
 from gridsieve.cli.groups import spread
-from gridsieve.cli.inspection import inspect
-from gridsieve.cli.live import live
-from gridsieve.cli.models import models
-from gridsieve.cli.serve import serve
-from gridsieve.cli.settings import settings
 from gridsieve.cli.signals import raise_on_interrupt
 from gridsieve.cli.variables import Command
-from gridsieve.cli.watch import watch
+
+# Each command's module, in which a function has its name, and the first line of its help.
+COMMANDS = {
+    "serve": ("gridsieve.cli.serve", "Run the three services and their HTTP gateway on this machine until Ctrl-C."),
+    "models": (
+        "gridsieve.cli.models",
+        "Print the model families that `gridsieve serve --model` takes, and what each can do.",
+    ),
+    "settings": ("gridsieve.cli.settings", "Print every setting of the services, with its value."),
+    "ask": ("gridsieve.cli.ask", "Ask a question about videos and images; the completion is streamed to stdout."),
+    "chat": (
+        "gridsieve.cli.chat",
+        "Talk about videos and images: each question sees the ones before it and their answers.",
+    ),
+    "live": (
+        "gridsieve.cli.live",
+        "Ask about a video while it plays: again and again, and whatever else comes to mind.",
+    ),
+    "watch": (
+        "gridsieve.cli.watch",
+        "Watch the cameras of a file: ask about each every so often, or when something changed, until Ctrl-C.",
+    ),
+    "inspect": (
+        "gridsieve.cli.inspection",
+        "Draw which patches of a video pruning keeps: all frames, pruned patches dimmed; a sheet a method.",
+    ),
+    "bench": ("gridsieve.bench.command", "Measure a server under load: latencies, throughput, and what pruning saves."),
+}
+_TAKE_FLAGS_OF_SERVICES = ("serve", "settings")
+_MARKUP: Any = {"pretty_exceptions_enable": False, "rich_markup_mode": "markdown"}  # joins the lines of a paragraph
+
+
+class _Commands(TyperGroup):
+    """Imports a command's module when it is chosen. Until then the command is its line of help."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, _imported(name) if name in COMMANDS else command, rest
+
+
+def _imported(name: str) -> Any:
+    module, _ = COMMANDS[name]
+    extra = {"allow_extra_args": True, "ignore_unknown_options": True} if name in _TAKE_FLAGS_OF_SERVICES else None
+    one = typer.Typer(add_completion=False, **_MARKUP)
+    one.command(name, cls=Command, context_settings=extra)(spread(getattr(import_module(module), name)))
+    return typer.main.get_command(one)
+
 
 app = typer.Typer(
     name="gridsieve",
     help="Answer questions about video, without spending tokens on patches that do not change.",
+    cls=_Commands,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # joins the lines of a paragraph
+    **_MARKUP,
 )
 
 
@@ -57,11 +97,8 @@ def _prepare(
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-_FLAGS_OF_SERVICES = {"allow_extra_args": True, "ignore_unknown_options": True}
-for _command in (serve, models, settings, ask, chat, live, watch, inspect, bench):
-    app.command(cls=Command, context_settings=_FLAGS_OF_SERVICES if _command in (serve, settings) else None)(
-        spread(_command)
-    )
+for _name, (_, _line) in COMMANDS.items():
+    app.command(_name, help=_line)(lambda: None)
 
 if __name__ == "__main__":
     app()

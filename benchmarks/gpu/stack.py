@@ -23,24 +23,23 @@ from benchmarks.clips import RATE, another_file, clip
 from benchmarks.gpu.call import GENERATE, Call, Part
 from benchmarks.gpu.device import give_back, wait
 from benchmarks.table import Row
-from benchmarks.timing import Clock, Summary, Timed
-from gridsieve.bench.backend import Backend, GrpcBackend
-from gridsieve.bench.load import Extent, closed_loop
+from benchmarks.timing import Summary, Timed
+from gridsieve.bench.load import closed_loop
 from gridsieve.bench.measure import Record, timed
 from gridsieve.bench.metrics import Samples, read_metrics
-from gridsieve.bench.workload import Entry, Workload
+from gridsieve.bench.workload import Workload
 from gridsieve.cli.launcher import LocalStack
 from gridsieve.client.client import GridsieveClient
-from gridsieve.client.prompt import Options, Text, Video
+from gridsieve.client.prompt import Options, Pruning, Text, Video
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import Modality
-from gridsieve.common.contract.retention import PIXEL_CHANGE, Pruning
+from gridsieve.common.contract.retention import EVS, PIXEL_CHANGE
 from gridsieve.services.preprocessing.conversation import Conversation, MediaRequest
 from gridsieve.services.preprocessing.planner import Planner
 from gridsieve.services.preprocessing.prompt.turns import Turn
 from gridsieve.services.preprocessing.video.sampling import FrameSampling
 
-PRUNINGS = (Pruning(0.0), Pruning(0.75), Pruning(0.75, PIXEL_CHANGE), Pruning(0.9, PIXEL_CHANGE))
+PRUNINGS = (Pruning(0.0, EVS), Pruning(0.75, EVS), Pruning(0.75, PIXEL_CHANGE), Pruning(0.9, PIXEL_CHANGE))
 HEIGHT_PX, WIDTH_PX, KEYFRAME_EVERY = 360, 640, 60
 QUESTION = "What happens in the video?"
 NEW_TOKENS = 64
@@ -77,7 +76,7 @@ def stack(call: Call) -> Iterator[Row]:
             asyncio.run(_measured(started, data, PRUNINGS[0], most, most))  # a warm-up
             for clients in target.clients:
                 for pruning in PRUNINGS:
-                    by = f" by {pruning.method}" if pruning.drops else ""
+                    by = f" by {pruning.method}" if pruning.rate else ""
                     what = f"rate {pruning.rate:g}{by}, {clients} clients"
                     requests = max(LEAST_REQUESTS, REQUESTS_PER_CLIENT * clients)
                     if call.fits(what, requests * REQUEST_S):
@@ -95,26 +94,25 @@ async def _measured(
     metrics = [f"127.0.0.1:{started.metrics_ports['generation']}"]
     async with GridsieveClient(started.address) as client:
         before = await read_metrics(metrics)
-        records, wall_s = await _ask(GrpcBackend(client), data, pruning, clients, requests)
+        records, wall_s = await _ask(client, data, pruning, clients, requests)
         after = await read_metrics(metrics)
     steps, replayed = (_sum(after, name) - _sum(before, name) for name in (STEPS, REPLAYED))
     return records, wall_s, replayed, steps
 
 
 async def _ask(
-    backend: Backend, data: bytes, pruning: Pruning, clients: int, requests: int
+    client: GridsieveClient, data: bytes, pruning: Pruning, clients: int, requests: int
 ) -> tuple[list[Record], float]:
     """The records of all requests, and the seconds that they took together."""
-    workload = Workload([Entry((Video(data=data), Text(QUESTION)))], unique=True)
+    workload = Workload(((Video(data=data), Text(QUESTION)),), has_new_bytes=True)
     clock = asyncio.get_running_loop().time
     records: list[Record] = []
     began_s = clock()
 
     async def ask(number: int, due_s: float) -> None:
-        question = workload.question(number, pruning)
-        records.append(await timed(backend, number, question, due_s, began_s, OPTIONS))
+        records.append(await timed(client, number, workload, pruning, due_s, began_s, OPTIONS))
 
-    await closed_loop(ask, clients, Extent(requests))
+    await closed_loop(ask, clients, requests)
     return records, clock() - began_s
 
 

@@ -1,4 +1,4 @@
-"""The command `gridsieve bench`: its flags, and its output as a table, JSON or a plot.
+"""The command `gridsieve bench`: its flags, and its output as a table or JSON.
 
 `gridsieve.bench.run` executes the run.
 """
@@ -15,32 +15,23 @@ from typing import Annotated
 
 import typer
 
-from gridsieve.bench.load import Extent
-from gridsieve.bench.plot import check_plotting, plot
-from gridsieve.bench.report import Report, record_json, report_json, table
-from gridsieve.bench.run import Run, measure, served, usual_method
-from gridsieve.bench.workload import Entry, Workload, read_workload, synthesised
-from gridsieve.cli.options import (
-    THRESHOLD_HELP,
-    AccessFlags,
-    JsonOption,
-    of_output,
-    print_json,
-    pruning_of,
-)
+from gridsieve.bench.report import Report, report_json, table
+from gridsieve.bench.run import Run, measure, served
+from gridsieve.bench.workload import Workload, read_sharegpt, synthetic_questions
+from gridsieve.cli.options import THRESHOLD_HELP, AccessFlags, JsonOption, print_json, said_pruning
 from gridsieve.cli.terminal import reported_errors
 from gridsieve.cli.variables import source
-from gridsieve.client.client import DEFAULT_ADDRESS
-from gridsieve.client.prompt import Options
+from gridsieve.client.client import DEFAULT_ADDRESS, GridsieveClient
+from gridsieve.client.credentials import Access
+from gridsieve.client.prompt import Options, Pruning
 from gridsieve.common.contract.errors import InvalidRequest
-from gridsieve.common.contract.retention import METHODS, NONE, Pruning
+from gridsieve.common.contract.retention import METHODS, NONE, named_method
 
 _server = partial(typer.Option, rich_help_panel="Server")
 _load = partial(typer.Option, rich_help_panel="Load")
 _questions = partial(typer.Option, rich_help_panel="Questions")
 
 _CLIENTS = 8
-_REQUESTS = 32
 
 
 def bench(
@@ -57,13 +48,6 @@ def bench(
     start: Annotated[
         bool, _server("--start", help="Start the three services for this run and stop them afterwards.")
     ] = False,
-    base_url: Annotated[
-        str | None,
-        _server(
-            help="Measure HTTP instead: the URL of a gateway, or of another server with OpenAI's "
-            "/v1/chat/completions, such as http://127.0.0.1:8000."
-        ),
-    ] = None,
     model: Annotated[
         Path | None,
         _server(
@@ -82,32 +66,16 @@ def bench(
         int | None,
         _load(min=1, help=f"Closed loop: number of clients, each with one request at a time. Default: {_CLIENTS}."),
     ] = None,
-    rate: Annotated[
-        float | None,
-        _load("--request-rate", "--rate", help="Open loop: requests per second on average, with Poisson arrivals."),
+    request_rate: Annotated[
+        float | None, _load(help="Open loop: requests per second on average, with Poisson arrivals.")
     ] = None,
-    requests: Annotated[int | None, _load(min=1, help=f"Number of requests per rate. Default: {_REQUESTS}.")] = None,
-    duration_s: Annotated[
-        float | None, _load(help="Instead of --requests: send requests for this many seconds.")
-    ] = None,
+    requests: Annotated[int, _load(min=1, help="Number of requests at each pruning rate.")] = 32,
     warmup: Annotated[int, _load(min=0, help="Number of requests sent before the measurement.")] = 8,
     workload: Annotated[
         Path | None,
         _questions(
-            help="Questions: a ShareGPT file, whose conversations have video or image (paths relative to the file, or "
-            "URLs), or JSON Lines: question; video or image or url; optionally pruning_rate, method, max_new_tokens, "
-            "weight. Default: questions about synthetic clips."
-        ),
-    ] = None,
-    on_server: Annotated[
-        bool, _questions("--on-server", help="The workload's paths are below preprocessing's --media-root.")
-    ] = False,
-    unique: Annotated[
-        bool | None,
-        _questions(
-            "--unique/--repeat",
-            help="Whether every mp4 file that is sent gets other bytes, or files repeat and hit caches. Default: "
-            "--unique, but --repeat for a workload at one pruning rate.",
+            help="Questions: a ShareGPT file, whose conversations have video or image: paths relative to the file, or "
+            "URLs, file:/// below preprocessing's --media-root. Default: questions about synthetic clips."
         ),
     ] = None,
     pruning_rate: Annotated[
@@ -116,7 +84,7 @@ def bench(
             help="Fraction of each video's tokens to drop. Repeat it to measure several rates, one after another."
         ),
     ] = None,
-    method: Annotated[
+    pruning_method: Annotated[
         str | None, _questions(help=f"Which tokens are kept: {', '.join(METHODS)}. Default: the server's.")
     ] = None,
     pruning_threshold: Annotated[float | None, _questions(help=THRESHOLD_HELP)] = None,
@@ -124,16 +92,8 @@ def bench(
     ignore_eos: Annotated[
         bool, _questions("--ignore-eos", help="Always generate --max-new-tokens, past the model's end tokens.")
     ] = False,
-    seed: Annotated[int, _load(min=0, help="Seed of arrivals and synthetic clips.")] = 0,
     timeout_s: Annotated[float, _load(help="Deadline of each request, in seconds.")] = 300.0,
     as_json: JsonOption = False,
-    with_records: Annotated[
-        bool, of_output("--records", help="Requires --json: include the record of every request.")
-    ] = False,
-    output: Annotated[
-        Path | None,
-        of_output("--plot", help="Write a PNG with latency distributions and throughput; needs matplotlib."),
-    ] = None,
     access: AccessFlags,
 ) -> None:
     """Measure a server under load: latencies, throughput, and what pruning saves.
@@ -146,64 +106,43 @@ def bench(
     retried. Ctrl-C ends the run early and still prints the report. The exit status is 1 if every request failed.
 
     Several pruning rates are measured one after another, each alone, with the same questions at the same times, and
-    stand side by side in one table. Its figures are those of `vllm bench serve`.
+    stand side by side in one table. Its figures are those of `vllm bench serve`, which measures the gateway's HTTP.
+    Every mp4 file gets other bytes each time and so hits no cache, but those of a --workload at one rate are sent as
+    they are.
 
     A ShareGPT file is asked in order, and again from its start if there are more requests. The length of its replies
     is not used: a completion has at most --max-new-tokens, and exactly so many with --ignore-eos.
 
     Example: gridsieve bench --pruning-rate 0 --pruning-rate 0.75
 
-    Example: gridsieve bench --server gpu-1:50053 --request-rate 4 --duration-s 60
+    Example: gridsieve bench --server gpu-1:50053 --request-rate 4 --requests 240
 
-    Example: gridsieve bench --base-url http://gpu-1:8000 --workload sharegpt.json --request-rate 1
-
-    Example: gridsieve bench --workload questions.jsonl --json > bench.json
+    Example: gridsieve bench --workload sharegpt.json --json > bench.json
     """
-    if (start or model or base_url) and source(
-        context, "server"
-    ) == "environment":  # the variable is that of all commands
+    if (start or model) and source(context, "server") == "environment":  # the variable is that of all commands
         server = context.params["server"] = None
     _check_flags(
-        {"--clients": clients, "--request-rate": rate},
-        {"--requests": requests, "--duration-s": duration_s},
-        {"--server": server, "--start": start or None, "--base-url": base_url},
-        {"--server": server, "--model": model, "--base-url": base_url},
+        {"--clients": clients, "--request-rate": request_rate},
+        {"--server": server, "--start": start or None},
+        {"--server": server, "--model": model},
         {"--metrics": metrics, "--start": start or None},
         {"--metrics": metrics, "--model": model},
-        {"--on-server": on_server or None, "--unique": unique or None},
-        positive={"--request-rate": rate, "--duration-s": duration_s, "--timeout-s": timeout_s},
+        positive={"--request-rate": request_rate, "--timeout-s": timeout_s},
     )
-    if output is not None and not output.parent.is_dir():
-        raise typer.BadParameter(f"--plot needs an existing folder, {output.parent} does not exist")
-    if base_url is not None and not base_url.startswith(("http://", "https://")):
-        raise typer.BadParameter(f"--base-url must start with http:// or https://, got {base_url}")
-    if on_server and workload is None:
-        raise typer.BadParameter("--on-server requires --workload")
-    if with_records and not as_json:
-        raise typer.BadParameter("--records requires --json")
-    with reported_errors(base_url or server or DEFAULT_ADDRESS, as_json=as_json):
-        if output is not None:
-            check_plotting()
+    with reported_errors(server or DEFAULT_ADDRESS, as_json=as_json):
         rates = dict.fromkeys(pruning_rate or [0.0])
-        prunings = tuple(pruning_of(each, method, pruning_threshold) for each in rates)
-        if unique is None:
-            unique = not on_server and (workload is None or len(prunings) > 1)
-        asked = Workload(_entries(workload, on_server) if workload else synthesised(seed), unique=unique)
-        extent = Extent(None if duration_s else requests or _REQUESTS, duration_s)
+        prunings = tuple(said_pruning(each, pruning_method, pruning_threshold) for each in rates)
+        asked = _workload(workload, has_new_bytes=workload is None or len(prunings) > 1)
         given = access.access()
         options = Options(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, timeout_s=timeout_s)
         began = datetime.now(UTC).isoformat(timespec="seconds")
-        with served(base_url or server, start, model, metrics or ()) as target:
-            if method is None and pruning_threshold is None:
-                usual = asyncio.run(usual_method(target.address, given))
-                if usual is None and any(each.rate for each in prunings):
-                    raise typer.BadParameter(f"--pruning-rate needs --method: {target.address} does not tell its own")
-                prunings = tuple(dataclasses.replace(each, method=usual or NONE) for each in prunings)
-            loop = clients or (None if rate else _CLIENTS)
-            run = Run(target.address, asked, prunings, loop, rate, extent, warmup, seed, options, given, target.metrics)
+        with served(server, start, model, metrics or ()) as target:
+            usual = asyncio.run(_usual_method(target.address, given))
+            named = named_method(pruning_method, pruning_threshold, usual)
+            prunings = tuple(dataclasses.replace(each, method=named) for each in prunings)
+            loop = clients or (None if request_rate else _CLIENTS)
+            run = Run(target, asked, prunings, loop, request_rate, requests, warmup, options, given)
             outcome = asyncio.run(measure(run))
-        if output is not None:
-            plot(outcome.phases, f"{_command(context)}  ·  {began}", output)
     reports = [Report.of(each.pruning, each.records, each.wall_s) for each in outcome.phases]
     about = {
         "command": _command(context),
@@ -211,7 +150,7 @@ def bench(
         "server": target.description,
         "load": run.load,
         "pruning": _pruning_description(prunings[0]),
-        "media": _media_description(workload, unique),
+        "media": _media_description(workload, asked.has_new_bytes),
         "warmup": _warmup_description(warmup, outcome.warmup_failed, len(prunings)),
     }
     if as_json:
@@ -220,11 +159,7 @@ def bench(
             "interrupted": outcome.interrupted,
             "abandoned": outcome.abandoned,
             "by_pruning": [
-                {
-                    **report_json(report),
-                    "services": [dataclasses.asdict(each) for each in phase.spent],
-                    **({"records": [record_json(each) for each in phase.records]} if with_records else {}),
-                }
+                {**report_json(report), "services": [dataclasses.asdict(each) for each in phase.spent]}
                 for report, phase in zip(reports, outcome.phases, strict=True)
             ],
         }
@@ -254,11 +189,18 @@ def _check_flags(*exclusive: dict[str, object], positive: dict[str, float | None
             raise typer.BadParameter(f"{name} must be above 0 and finite, got {number:g}")
 
 
-def _entries(workload: Path, on_server: bool) -> list[Entry]:
+def _workload(file: Path | None, *, has_new_bytes: bool) -> Workload:
     try:
-        return read_workload(workload, on_server=on_server)
+        return Workload(read_sharegpt(file) if file else synthetic_questions(), has_new_bytes)
     except InvalidRequest as error:
         raise typer.BadParameter(str(error)) from error
+
+
+async def _usual_method(server: str, access: Access) -> str:
+    """By which the server prunes where a request names a rate and no method."""
+    async with GridsieveClient(server, **access) as client:
+        model, *_ = await client.models()
+        return model.pruning_method
 
 
 # --- description of the run -------------------------------------------------------------------------------------
@@ -268,13 +210,11 @@ def _command(context: typer.Context) -> str:
     """The command line with the flags that were given, also by the environment, quoted for a shell."""
     words = ["gridsieve", "bench"]
     for flag in context.command.params:
-        if flag.name is None or source(context, flag.name) == "default":
-            continue
-        value = context.params[flag.name]
-        if value is None:
+        value = context.params.get(flag.name or "")
+        if value is None or source(context, str(flag.name)) == "default":
             continue
         if isinstance(value, bool):
-            words.append(flag.opts[0] if value else (flag.secondary_opts or flag.opts)[0])
+            words += flag.opts[:1] if value else ()
             continue
         for each in value if isinstance(value, (list, tuple)) else (value,):
             words += [flag.opts[0], f"{each:g}" if isinstance(each, float) else str(each)]
@@ -286,10 +226,10 @@ def _pruning_description(pruning: Pruning) -> str:
     return NONE if pruning.method == NONE else f"by {pruning.method}{threshold}"
 
 
-def _media_description(workload: Path | None, unique: bool) -> str:
+def _media_description(workload: Path | None, has_new_bytes: bool) -> str:
     if workload is None:
-        return "synthetic clips, all different, so none hits a cache" if unique else "synthetic clips that hit caches"
-    if unique:
+        return "synthetic clips, all different, so none hits a cache"
+    if has_new_bytes:
         return f"{workload}; mp4 files are sent with other bytes each time and hit no cache, other media may"
     return f"{workload}; repeated media may hit caches"
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeAlias
 
@@ -19,48 +18,26 @@ Ask: TypeAlias = Callable[[int, float], Coroutine[Any, Any, None]]
 """Sends request `number`, due at `due_s`, and returns when it is answered or has failed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """The size of a load: a number of requests, or all that begin within a duration. Exactly one is set."""
+def poisson_arrivals(rate: float, requests: int) -> Iterator[float]:
+    """Arrival times in seconds since the start, the same in every run. Gaps are exponential with mean 1 / rate.
 
-    requests: int | None = None
-    duration_s: float | None = None
-
-    def __post_init__(self) -> None:
-        assert (self.requests is None) != (self.duration_s is None)
-
-    def holds(self, number: int, after_s: float) -> bool:
-        """Whether request `number` (from 0) may still begin `after_s` seconds after the start."""
-        return number < self.requests if self.requests is not None else after_s < (self.duration_s or 0)
-
-
-def poisson_arrivals(rate: float, seed: int, extent: Extent) -> Iterator[float]:
-    """Arrival times in seconds since the start. Gaps are exponential with mean 1 / rate and determined by the seed.
-
-    A number of requests arrives within exactly requests / rate seconds: the gaps are scaled to that sum, as in
+    The requests arrive within exactly requests / rate seconds: the gaps are scaled to that sum, as in
     `vllm bench serve`, so that a short load has the rate that was asked for.
     rate: requests per second, above 0.
     """
-    rng = Random(seed)  # noqa: S311  (not used for security)
-    if extent.requests is not None:
-        gaps = [rng.expovariate(rate) for _ in range(extent.requests)]
-        scale = extent.requests / rate / sum(gaps)
-        yield from itertools.accumulate(gap * scale for gap in gaps)
-        return
-    after_s = rng.expovariate(rate)
-    while extent.holds(0, after_s):
-        yield after_s
-        after_s += rng.expovariate(rate)
+    rng = Random(0)  # noqa: S311  (not used for security)
+    gaps = [rng.expovariate(rate) for _ in range(requests)]
+    scale = requests / rate / sum(gaps)
+    return itertools.accumulate(gap * scale for gap in gaps)
 
 
-async def closed_loop(ask: Ask, clients: int, extent: Extent) -> None:
+async def closed_loop(ask: Ask, clients: int, requests: int) -> None:
     """Keeps `clients` requests running; returns when the last is answered. A request is due when it is sent."""
     clock = asyncio.get_running_loop().time
-    began_s = clock()
-    numbers = itertools.count()
+    numbers = iter(range(requests))
 
     async def client() -> None:
-        while extent.holds(number := next(numbers), clock() - began_s):
+        for number in numbers:
             await ask(number, clock())
 
     async with asyncio.TaskGroup() as group:

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from contextlib import aclosing
 from dataclasses import dataclass
 
-from gridsieve.bench.backend import Backend, Cost, Refused
-from gridsieve.bench.workload import Question
-from gridsieve.client.answer import Timings, Usage
-from gridsieve.client.prompt import Options
-from gridsieve.common.contract.errors import GridsieveError
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.bench.workload import Workload
+from gridsieve.client.answer import Delta, Finished, Timings, Usage
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Message, Options, Pruning
+from gridsieve.common.contract.errors import GridsieveError, PeerContract
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request failed. status: the gRPC status, "HTTP" and its status, or CLIENT if it was never sent."""
+    """Why a request failed. status: the gRPC status, or CLIENT if it was never sent."""
 
     status: str
     reason: str
@@ -32,7 +32,7 @@ class Record:
 
     due_s, begun_s, done_s: when it was due, was sent, and was answered or failed.
     arrivals: (time, number of tokens) of each message with tokens.
-    usage, timings: as reported by the server; timings are None if it reports none.
+    usage, timings: as reported by the server.
     A failed request has no arrivals, usage and timings.
     """
 
@@ -76,37 +76,45 @@ class Record:
 
 
 async def timed(
-    backend: Backend, number: int, question: Question, due_s: float, began_s: float, options: Options
+    client: GridsieveClient,
+    number: int,
+    workload: Workload,
+    pruning: Pruning,
+    due_s: float,
+    began_s: float,
+    options: Options,
 ) -> Record:
     """Sends a request and reads its completion. Errors are recorded; only a cancellation is raised.
 
     due_s, began_s: when the request was due and when the load began, on the event loop's clock.
-    options: of all requests; the question's pruning and max_new_tokens override them.
+    options: of all requests, without the pruning.
     """
     clock = asyncio.get_running_loop().time
     begun_s = clock()
     arrivals: list[tuple[float, int]] = []
-    cost: Cost | None = None
+    finished: Finished | None = None
     failure: Failure | None = None
-    pruning = question.pruning
     asked: Options = {
         **options,
         "pruning_rate": pruning.rate,
         "pruning_method": pruning.method,
         "pruning_threshold": pruning.threshold,
     }
-    if question.max_new_tokens is not None:
-        asked["max_new_tokens"] = question.max_new_tokens
     try:
-        parts = await asyncio.to_thread(question.read) if question.unique else question.parts
-        cost = await backend.answer(parts, asked, lambda tokens: arrivals.append((clock() - began_s, tokens)))
-    except Refused as error:
-        failure = Failure(error.status, error.reason, str(error))
+        parts = await asyncio.to_thread(workload.question, number)
+        async with aclosing(client.events([Message("user", parts)], asked)) as events:
+            async for event in events:
+                if isinstance(event, Delta) and event.token_ids:
+                    arrivals.append((clock() - began_s, len(event.token_ids)))
+                elif isinstance(event, Finished):
+                    finished = event
+        if finished is None:
+            raise PeerContract(f"the stream from {client.address} ended before the completion was finished")
     except GridsieveError as error:
         failure = Failure(error.status, error.reason, ": ".join([str(error), *getattr(error, "__notes__", ())]))
     except OSError as error:
         failure = Failure("CLIENT", "FILE", f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    record = (number, question.pruning, due_s - began_s, begun_s - began_s, clock() - began_s)
-    if cost is None:
+    record = (number, pruning, due_s - began_s, begun_s - began_s, clock() - began_s)
+    if failure or finished is None:
         return Record(*record, failure=failure)
-    return Record(*record, tuple(arrivals), cost.usage, cost.timings)
+    return Record(*record, tuple(arrivals), finished.usage, finished.timings)

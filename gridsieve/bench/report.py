@@ -18,7 +18,8 @@ import numpy as np
 
 from gridsieve.bench.measure import Failure, Record
 from gridsieve.client.answer import STAGES
-from gridsieve.common.contract.retention import NONE, Pruning
+from gridsieve.client.prompt import Pruning
+from gridsieve.common.contract.retention import NONE
 
 _NAME_WIDTH = 38
 _COLUMNS = {"mean": "Mean", "p50": "Median", "p99": "P99"}
@@ -67,7 +68,7 @@ class Report:
     prompt_tokens: after pruning; cached_prompt_tokens: how many of them were prefix cache hits.
     peak_output_tokens_per_s: tokens of the best second, of seconds counted from when the first request was sent.
     peak_concurrent_requests: requests that were sent and not yet answered at one time.
-    stages_s: medians, by stage; empty if the server does not report them.
+    stages_s: medians, by stage; empty if no request was answered.
     held_s: mean time from a request's arrival to the end of its completion, on the server's clock.
     kv_token_s: mean of a request's tokens times the seconds that they occupy the KV cache (prefill and decode).
     """
@@ -95,8 +96,8 @@ class Report:
     @classmethod
     def of(cls, pruning: Pruning, records: Sequence[Record], wall_s: float) -> Report:
         answered = [record for record in records if record.failure is None]
-        usages = [record.usage for record in answered if record.usage]
         costs = [(each.usage, each.timings) for each in answered if each.usage and each.timings]
+        usages = [usage for usage, _ in costs]
         stages = [timings.stages_s for _, timings in costs]
         return cls(
             pruning=pruning,
@@ -127,7 +128,7 @@ class Report:
 
     @property
     def retained(self) -> float | None:
-        """Prompt tokens after pruning as a fraction of those before; None if the latter are not known."""
+        """Prompt tokens after pruning as a fraction of those before; None if no request was answered."""
         return self.prompt_tokens / self.prompt_tokens_full if self.prompt_tokens_full else None
 
     @property
@@ -188,7 +189,7 @@ def report_json(report: Report) -> dict[str, Any]:
     del told["pruning"]
     return {
         "pruning_rate": report.pruning.rate,
-        "method": report.pruning.method,
+        "pruning_method": report.pruning.method,
         "pruning_threshold": report.pruning.threshold,
         **told,
         "failed": report.asked - report.answered,
@@ -196,28 +197,6 @@ def report_json(report: Report) -> dict[str, Any]:
         "requests_per_s": report.requests_per_s,
         "output_tokens_per_s": report.output_tokens_per_s,
         "total_tokens_per_s": report.total_tokens_per_s,
-    }
-
-
-def record_json(record: Record) -> dict[str, Any]:
-    """One record for json.dumps."""
-    return {
-        "number": record.number,
-        "pruning_rate": record.pruning.rate,
-        "method": record.pruning.method,
-        "pruning_threshold": record.pruning.threshold,
-        "due_s": record.due_s,
-        "begun_s": record.begun_s,
-        "done_s": record.done_s,
-        "first_token_s": record.first_token_s,
-        "total_s": record.total_s,
-        "token_gaps_s": record.token_gaps_s,
-        "prompt_tokens_full": record.usage and record.usage.prompt_tokens_full,
-        "prompt_tokens": record.usage and record.usage.prompt_tokens,
-        "cached_prompt_tokens": record.usage and record.usage.cached_prompt_tokens,
-        "completion_tokens": record.usage and record.usage.completion_tokens,
-        "timings": record.timings and dataclasses.asdict(record.timings),
-        "error": record.failure and dataclasses.asdict(record.failure),
     }
 
 
@@ -229,8 +208,7 @@ def table(reports: Sequence[Report]) -> str:
     return "\n".join(_lines(reports))
 
 
-def named(pruning: Pruning) -> str:
-    """A pruning's name in plots."""
+def _named(pruning: Pruning) -> str:
     threshold = "" if pruning.threshold is None else f", threshold {pruning.threshold:g}"
     return NONE if pruning.method == NONE else f"rate {pruning.rate:g}, {pruning.method}{threshold}"
 
@@ -238,7 +216,8 @@ def named(pruning: Pruning) -> str:
 def _lines(reports: Sequence[Report]) -> Iterator[str]:
     for report in reports:
         for failures in report.failures:
-            yield f"{named(report.pruning)}: {failures.count} × {failures.status} {failures.reason}: {failures.example}"
+            what = f"{failures.count} × {failures.status} {failures.reason}"
+            yield f"{_named(report.pruning)}: {what}: {failures.example}"
     yield _row("Pruning rate:", [f"{report.pruning.rate:g}" for report in reports])
     for title, read, digits in _FIGURES:
         yield _row(title, [_number(read(report), digits) for report in reports])

@@ -11,14 +11,13 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from gridsieve.bench.backend import Backend, GrpcBackend
-from gridsieve.bench.load import Extent, closed_loop, open_loop, poisson_arrivals
+from gridsieve.bench.load import closed_loop, open_loop, poisson_arrivals
 from gridsieve.bench.measure import Record, timed
 from gridsieve.bench.metrics import Spent, read_metrics, spent
 from gridsieve.bench.model import DESCRIPTION, FLAGS, write_model
@@ -28,44 +27,47 @@ from gridsieve.cli.signals import unwind_on_signals
 from gridsieve.cli.terminal import stderr
 from gridsieve.client.client import DEFAULT_ADDRESS, GridsieveClient
 from gridsieve.client.credentials import Access
-from gridsieve.client.prompt import Options
+from gridsieve.client.prompt import Options, Pruning
 from gridsieve.common.contract.errors import Unavailable
-from gridsieve.common.contract.retention import Pruning
 
 _WARMUP_CLIENTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Generation's address, its description in the report, and host:port of the services' /metrics; if there are none,
+    the run reports no costs."""
+
+    address: str
+    description: str
+    metrics: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """What to send, when and to which server. Exactly one of clients and rate (requests per second) is set.
 
-    server: the address of generation, or the URL of a server that speaks OpenAI's HTTP.
     prunings: at least one; each is measured alone.
-    extent, warmup: of each pruning.
-    metrics: host:port of the services' /metrics; if empty, the run reports no costs.
+    requests, warmup: of each pruning.
     """
 
-    server: str
+    target: Target
     workload: Workload
     prunings: tuple[Pruning, ...]
     clients: int | None
     rate: float | None
-    extent: Extent
+    requests: int
     warmup: int
-    seed: int
     options: Options
     access: Access
-    metrics: tuple[str, ...] = ()
 
     @property
     def load(self) -> str:
         """A description of the load, for the report."""
         when = f"{self.clients} clients in a closed loop"
         if self.rate is not None:
-            when = f"{self.rate:g} Poisson arrivals a second, seed {self.seed}"
-        if self.extent.requests is not None:
-            return f"{when}, {self.extent.requests} requests"
-        return f"{when}, all that begin within {self.extent.duration_s:g} s"
+            when = f"{self.rate:g} Poisson arrivals a second"
+        return f"{when}, {self.requests} requests"
 
 
 @dataclass(slots=True)
@@ -97,15 +99,6 @@ class Outcome:
     abandoned: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The server's address or URL, its description in the report, and the addresses of the services' /metrics."""
-
-    address: str
-    description: str
-    metrics: tuple[str, ...]
-
-
 @contextlib.contextmanager
 def served(server: str | None, start: bool, model: Path | None, metrics: Sequence[str]) -> Iterator[Target]:
     """The server to measure: the given one, the one at the default address, or services started for this run.
@@ -135,25 +128,6 @@ def served(server: str | None, start: bool, model: Path | None, metrics: Sequenc
         yield Target(services.address, description, metrics)
 
 
-@contextlib.asynccontextmanager
-async def connected(server: str, access: Access) -> AsyncIterator[Backend]:
-    """server: as of `Run`."""
-    if server.startswith(("http://", "https://")):
-        from gridsieve.bench.http_backend import HttpBackend  # imported on use: other commands do not need httpx
-
-        async with HttpBackend(server, access) as by_http:
-            yield by_http
-    else:
-        async with GridsieveClient(server, **access) as client:
-            yield GrpcBackend(client)
-
-
-async def usual_method(server: str, access: Access) -> str | None:
-    """As of `Backend`."""
-    async with connected(server, access) as backend:
-        return await backend.usual_method()
-
-
 async def measure(run: Run) -> Outcome:
     """Executes a run. Raises Unavailable if no warm-up request reaches the server, or metrics cannot be read."""
     outcome = Outcome()
@@ -172,16 +146,16 @@ async def measure(run: Run) -> Outcome:
 
 
 async def _load(run: Run, outcome: Outcome) -> None:
-    async with connected(run.server, run.access) as backend:
+    async with GridsieveClient(run.target.address, **run.access) as client:
         for pruning in run.prunings:
-            await _measure_one(run, pruning, backend, outcome)
+            await _measure_one(run, pruning, client, outcome)
 
 
-async def _measure_one(run: Run, pruning: Pruning, backend: Backend, outcome: Outcome) -> None:
+async def _measure_one(run: Run, pruning: Pruning, client: GridsieveClient, outcome: Outcome) -> None:
     if run.warmup:
         with stderr.status(f"warming up: {run.warmup} requests …"):
-            outcome.warmup_failed += await _warm_up(run, pruning, backend)
-    before = await read_metrics(run.metrics)
+            outcome.warmup_failed += await _warm_up(run, pruning, client)
+    before = await read_metrics(run.target.metrics)
     phase = Phase(pruning)
     outcome.phases.append(phase)
     clock = asyncio.get_running_loop().time
@@ -189,50 +163,32 @@ async def _measure_one(run: Run, pruning: Pruning, backend: Backend, outcome: Ou
 
     async def ask(number: int, due_s: float) -> None:
         outcome.abandoned += 1
-        question = run.workload.question(number, pruning)
-        phase.records.append(await timed(backend, number, question, due_s, began_s, run.options))
+        phase.records.append(await timed(client, number, run.workload, pruning, due_s, began_s, run.options))
         outcome.abandoned -= 1
-        bar.advanced(phase, clock() - began_s)
+        bar.advance(done)
 
-    with LoadBar(run.extent) as bar:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        done = bar.add_task("requests", total=run.requests)
         try:
             if run.rate is None:
-                await closed_loop(ask, run.clients or 1, run.extent)
+                await closed_loop(ask, run.clients or 1, run.requests)
             else:
-                await open_loop(ask, poisson_arrivals(run.rate, run.seed, run.extent))
+                await open_loop(ask, poisson_arrivals(run.rate, run.requests))
         finally:
             phase.wall_s = clock() - began_s
-    phase.spent = spent(before, await read_metrics(run.metrics))
+    phase.spent = spent(before, await read_metrics(run.target.metrics))
 
 
-async def _warm_up(run: Run, pruning: Pruning, backend: Backend) -> int:
+async def _warm_up(run: Run, pruning: Pruning, client: GridsieveClient) -> int:
     """The number of failed requests."""
     records: list[Record] = []
 
     async def ask(number: int, due_s: float) -> None:
-        question = run.workload.question(number, pruning)
-        records.append(await timed(backend, number, question, due_s, due_s, run.options))
+        records.append(await timed(client, number, run.workload, pruning, due_s, due_s, run.options))
 
-    await closed_loop(ask, run.clients or _WARMUP_CLIENTS, Extent(run.warmup))
+    await closed_loop(ask, run.clients or _WARMUP_CLIENTS, run.warmup)
     failures = [record.failure for record in records if record.failure]
     if all(record.failure and record.failure.reason == Unavailable.reason for record in records):
         raise Unavailable(failures[0].message, "generation")
     return len(failures)
-
-
-class LoadBar(Progress):
-    """A progress bar, if stderr is a terminal: requests done, failed and per second."""
-
-    def __init__(self, extent: Extent) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[counts]}"))
-        super().__init__(*columns, TimeElapsedColumn(), console=stderr, transient=True, disable=not stderr.is_terminal)
-        self._extent = extent
-        self._failed = 0
-        self._task = self.add_task("requests", total=extent.requests or extent.duration_s, counts="0 done")
-
-    def advanced(self, phase: Phase, after_s: float) -> None:
-        """Counts the last record, which ended `after_s` seconds after the load began."""
-        done = len(phase.records)
-        self._failed += phase.records[-1].failure is not None
-        counts = f"{done} done · {self._failed} failed · {done / max(after_s, 1e-9):.1f} requests/s"
-        self.update(self._task, completed=done if self._extent.requests else after_s, counts=counts)

@@ -1,164 +1,149 @@
-"""The questions of a load: those of a file (JSON Lines, or ShareGPT), or questions about synthetic clips.
+"""The questions of a load: those of a ShareGPT file, or questions about synthetic clips.
 
-It knows nothing of when requests are sent, or of their results.
+    [{"conversations": [{"from": "human", "value": "<video>\\nWhat moves?"}, {"from": "gpt", "value": "A circle."}],
+      "video": "clips/0001.mp4"}]
+
+It knows nothing of when requests are sent, or of their results. Source: what `vllm bench serve --dataset-name sharegpt`
+reads, and the data of LLaVA and ShareGPT4Video, whose placeholders `<image>` and `<video>` say where in the text a
+medium belongs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gridsieve.bench.clips import clips, stamped
-from gridsieve.bench.sharegpt import file_of, first_error, read_sharegpt
-from gridsieve.client.prompt import Image, Part, Video, is_url, media_of, user_turn
+from gridsieve.client.prompt import Image, Part, Text, Video, is_url, user_turn
 from gridsieve.common.contract.errors import InvalidRequest
-from gridsieve.common.contract.retention import Pruning
 
-QUESTIONS = ("What moves?", "What happens?", "How many objects are there?")
+Parts: TypeAlias = tuple[Part, ...]
+"""A question: the user's turn."""
 
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One request of the load.
-
-    parts: the user's turn. max_new_tokens: None: the run's.
-    unique: whether each mp4 file that is sent gets other bytes, so that it never hits a cache.
-    """
-
-    parts: tuple[Part, ...]
-    pruning: Pruning
-    max_new_tokens: int | None = None
-    unique: bool = False
-
-    def read(self) -> tuple[Part, ...]:
-        """The parts to send; if unique, with the stamped bytes of files. Raises OSError for a file that is gone."""
-        return tuple(_stamped(part) for part in self.parts) if self.unique else self.parts
+_MAX_VALUE_CHARACTERS = 60
+_QUESTIONS = ("What moves?", "What happens?", "How many objects are there?")
+_QUESTIONERS = ("human", "user")
+_PLACEHOLDER = re.compile(r"<(image|video)>")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A question of the workload, asked `weight` times as often as one of weight 1. None: the run's setting."""
-
-    parts: tuple[Part, ...]
-    pruning_rate: float | None = None
-    method: str | None = None
-    max_new_tokens: int | None = None
-    weight: float = 1.0
-
-
 class Workload:
-    """An endless sequence of questions: smooth weighted round robin over the entries.
+    """Questions, asked in order and again from the first.
 
-    Entries of equal weight repeat in order, and in any interval every entry has its share.
-    unique: that of its questions.
+    has_new_bytes: whether each mp4 file that is sent gets other bytes, so that it never hits a cache.
     """
 
-    def __init__(self, entries: Sequence[Entry], *, unique: bool = False) -> None:
-        assert entries
-        self._entries = tuple(entries)
-        self._unique = unique
-        self._turns: list[Entry] = []
-        self._credits = [0.0] * len(self._entries)
+    questions: tuple[Parts, ...]
+    has_new_bytes: bool = False
 
-    def question(self, number: int, pruning: Pruning) -> Question:
-        """The question of a number, counted from 0, at the run's pruning."""
-        while len(self._turns) <= number:
-            self._turns.append(self._next_turn())
-        entry = self._turns[number]
-        if entry.pruning_rate is not None or entry.method is not None:
-            rate = pruning.rate if entry.pruning_rate is None else entry.pruning_rate
-            pruning = Pruning(rate, entry.method or pruning.method)
-        return Question(entry.parts, pruning, entry.max_new_tokens, self._unique)
-
-    def _next_turn(self) -> Entry:
-        """Adds each entry's weight to its credit, picks the largest credit and subtracts the sum of weights from it."""
-        for index, entry in enumerate(self._entries):
-            self._credits[index] += entry.weight
-        richest = max(range(len(self._entries)), key=self._credits.__getitem__)
-        self._credits[richest] -= sum(entry.weight for entry in self._entries)
-        return self._entries[richest]
+    def question(self, number: int) -> Parts:
+        """The question of a number, counted from 0. With new bytes it reads files, and raises OSError for one that is
+        gone."""
+        parts = self.questions[number % len(self.questions)]
+        return tuple(map(_with_new_bytes, parts)) if self.has_new_bytes else parts
 
 
-def _stamped(part: Part) -> Part:
+def _with_new_bytes(part: Part) -> Part:
     if not isinstance(part, Video) or (part.path is None and part.data is None):
         return part
     data = Path(part.path).read_bytes() if part.path is not None else part.data or b""
     return replace(part, path=None, data=stamped(data))
 
 
-def synthesised(seed: int) -> list[Entry]:
-    """Every clip of `clips(seed)` with each of QUESTIONS; consecutive entries have different kinds of clips."""
-    films = clips(seed)
-    return [Entry(user_turn(Video(data=film), text).parts) for text in QUESTIONS for film in films]
+def synthetic_questions() -> tuple[Parts, ...]:
+    """Every clip of `clips` with each question; consecutive ones are about different kinds of clips."""
+    films = clips()
+    return tuple(user_turn(Video(data=film), text).parts for text in _QUESTIONS for film in films)
 
 
-# --- files ------------------------------------------------------------------------------------------------------
+# --- ShareGPT ---------------------------------------------------------------------------------------------------
 
 
-class _Line(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+class _Turn(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
 
-    video: str | None = Field(None, min_length=1)
-    image: str | None = Field(None, min_length=1)
-    url: str | None = Field(None, min_length=1)
-    question: str = Field(min_length=1)
-    pruning_rate: float | None = Field(None, ge=0, lt=1)
-    method: Literal["evs", "evs_causal", "vidcom2", "vcast", "random", "pixel_change", "none"] | None = None
-    max_new_tokens: int | None = Field(None, ge=1)
-    weight: float = Field(1.0, gt=0)
+    speaker: str = Field(alias="from")
+    value: str
 
 
-def read_workload(path: Path, *, on_server: bool = False) -> list[Entry]:
-    """The entries of a file: a ShareGPT file if it begins with `[` (see `read_sharegpt`), else JSON Lines.
+class _Entry(BaseModel):
+    """Other fields are ignored."""
 
-    Of JSON Lines, blank lines are skipped. Each other one is an object with `question`, at most one of `video`,
-    `image` (paths relative to the file's folder) and `url`, and optionally `pruning_rate`, `method`, `max_new_tokens`
-    and `weight`, which override the run's settings; a line with a rate or a method of its own has no threshold.
-    on_server: paths are below preprocessing's --media-root.
-    Raises InvalidRequest naming line, field, value and limit, and OSError if the file cannot be read.
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    conversations: list[_Turn] = []
+    image: str | list[str] = []
+    video: str | list[str] = []
+
+
+_FILE = TypeAdapter(list[_Entry])
+
+
+def read_sharegpt(path: Path) -> tuple[Parts, ...]:
+    """The first turn of a human in each conversation, with its media: paths relative to the file's folder, or URLs.
+
+    A medium stands in place of its placeholder; media without one precede the text. Conversations of fewer than two
+    turns are skipped, as vLLM does, and those without a human. Further turns, and the length of the recorded reply,
+    are ignored.
+    Raises InvalidRequest naming entry, field, value and limit, and OSError if the file cannot be read.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"{path} must be UTF-8 text, byte {error.start} is invalid") from error
-    if text.lstrip().startswith("["):
-        return [Entry(parts) for parts in read_sharegpt(text, path, on_server=on_server)]
-    entries = []
-    for number, one in enumerate(text.split("\n"), start=1):
-        if one.strip():
-            place = f"{path}, line {number}"
-            try:
-                line = _Line.model_validate_json(one)
-            except ValidationError as error:
-                raise InvalidRequest(f"{place}: {_first(error)}") from error
-            parts = user_turn(_media(line, place, path.parent, on_server), line.question).parts
-            entries.append(Entry(parts, line.pruning_rate, line.method, line.max_new_tokens, line.weight))
-    if not entries:
-        raise InvalidRequest(f"{path} must have at least 1 line, got 0")
-    return entries
+        entries = _FILE.validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise InvalidRequest(f"{path}: {_first(error)}") from error
+    questions = []
+    for number, entry in enumerate(entries):
+        asked = [turn.value for turn in entry.conversations if turn.speaker in _QUESTIONERS]
+        if len(entry.conversations) > 1 and asked:
+            questions.append(_parts(entry, asked[0], f"{path}: {number}", path.parent))
+    if not questions:
+        raise InvalidRequest(f"{path} must have at least 1 conversation of two turns with one of a human, got 0")
+    return tuple(questions)
+
+
+def _parts(entry: _Entry, question: str, place: str, folder: Path) -> Parts:
+    media: dict[str, list[Part]] = {}
+    for name, kind in (("image", Image), ("video", Video)):
+        given = getattr(entry, name)
+        locations = [given] if isinstance(given, str) else given
+        media[name] = [_medium(kind, each, f"{place}.{name}", folder) for each in locations]
+    parts: list[Part] = []
+    text = ""
+    for index, piece in enumerate(_PLACEHOLDER.split(question)):  # text, name of a placeholder, text, ...
+        if index % 2 == 0:
+            text += piece
+        elif not media[piece]:
+            text += f"<{piece}>"  # plain text
+        else:
+            parts += [*_text(text), media[piece].pop(0)]
+            text = ""
+    return (*media["image"], *media["video"], *parts, *_text(text))
+
+
+def _text(text: str) -> list[Part]:
+    """Without the line breaks that separate it from media."""
+    return [Text(text.strip())] if text.strip() else []
+
+
+def _medium(kind: type[Image | Video], location: str, place: str, folder: Path) -> Image | Video:
+    """place: where the location stands, for the error. Raises InvalidRequest for a file that does not exist here."""
+    if is_url(location):
+        return kind(url=location)
+    if not (folder / location).is_file():
+        raise InvalidRequest(f"{place}: must name a file, got {location!r}, which does not exist")
+    return kind(folder / location)
 
 
 def _first(error: ValidationError) -> str:
+    """Field, limit and value of the first error."""
     found = error.errors()[0]
-    if found["type"] == "extra_forbidden":
-        return f"{found['loc'][0]}: unknown field, must be one of {', '.join(_Line.model_fields)}"
-    return first_error(error)
-
-
-def _media(line: _Line, place: str, folder: Path, on_server: bool) -> Image | Video | None:
-    given = [name for name in ("video", "image", "url") if getattr(line, name) is not None]
-    if len(given) > 1:
-        raise InvalidRequest(f"{place}: at most one of video, image and url, got {', '.join(given)}")
-    if line.url is not None:
-        if not is_url(line.url):
-            raise InvalidRequest(f"{place}: url: must start with http://, https:// or data:, got {line.url!r}")
-        return media_of(line.url)
-    location = line.video or line.image
-    if location is None:
-        return None
-    kind = Video if line.video is not None else Image
-    return file_of(kind, location, f"{place}: {given[0]}", folder, on_server)
+    field = ".".join(map(str, found["loc"]))
+    if found["type"] == "missing":
+        return f"{field}: {found['msg']}"
+    value = repr(found["input"])
+    shown = value if len(value) <= _MAX_VALUE_CHARACTERS else f"{value[:_MAX_VALUE_CHARACTERS]}…"
+    return f"{field + ': ' if field else ''}{found['msg']}, got {shown}"

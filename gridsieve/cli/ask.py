@@ -1,4 +1,4 @@
-"""The command `gridsieve ask`: asks questions about media and prints the completions, streamed or as JSON."""
+"""The command `gridsieve ask`: asks questions about media and prints the answers, streamed or as JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from gridsieve.cli.options import (
     template_options,
 )
 from gridsieve.cli.terminal import MediaBars, print_cost, reported_errors, stderr
-from gridsieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Progress, Usage, cost_of
+from gridsieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Progress, Usage
 from gridsieve.client.client import DEFAULT_ADDRESS, GridsieveClient
 from gridsieve.client.prompt import Image, Message, Options, Text, Video, is_url, user_turn
 from gridsieve.common.contract.errors import PeerContract
@@ -71,9 +71,8 @@ def ask(
     thinking: ThinkingOption = None,
     adapter: AdapterOption = None,
     stop: Annotated[
-        list[str] | None, of_output(help="End a completion before this text. Repeat it for several texts.")
+        list[str] | None, of_output(help="End the completion before this text. Repeat it for several texts.")
     ] = None,
-    n: Annotated[int | None, of_output("--n", help="Number of completions, at most 16.")] = None,
     as_json: JsonOption = False,
     top_logprobs: Annotated[
         int | None,
@@ -121,7 +120,6 @@ def ask(
         top_logprobs=top_logprobs,
         template_options=template_options(thinking),
         adapter=adapter,
-        n=n,
         timeout_s=timeout_s,
     )
 
@@ -136,7 +134,7 @@ def ask(
                 if len(questions) > 1:
                     stderr.print(f"[bold]{escape(each)}[/]", soft_wrap=True)
                 finished, _ = await stream(client, parts, each, history, options)
-                print_cost(*cost_of(finished))
+                print_cost(finished.usage, finished.timings)
         if as_json:
             several = [{"question": each, **answer} for each, answer in zip(questions, answers, strict=True)]
             print_json({"answers": several} if len(questions) > 1 else answers[0])
@@ -176,9 +174,9 @@ async def stream(
     question: str,
     history: Sequence[Message],
     options: Options,
-) -> tuple[list[Finished], str]:
-    """Prints the completions, after progress bars on stderr. Returns how they ended, and the first one's text."""
-    printer = Printer(options.get("n") or 1)
+) -> tuple[Finished, str]:
+    """Prints the completion, after progress bars on stderr. Returns how it ended, and its text."""
+    text, finished = "", None
     try:
         with in_flags([*history, user_turn(parts, question)]), MediaBars() as bars:
             async for event in client.stream(parts, question, history=history, **options):
@@ -189,73 +187,27 @@ async def stream(
                         bars.advanced(event)
                     case Delta():
                         bars.stop()
-                        printer.add(event)
+                        typer.echo(event.text, nl=False)
+                        text += event.text
                     case Finished():
-                        printer.finish(event)
+                        finished = event
     finally:
-        printer.close()
-    if not printer.complete:
-        raise PeerContract(f"the stream from {client.address} ended before all completions were finished")
-    return printer.finished, printer.first
-
-
-class Printer:
-    """Prints interleaved completions one after another: streams the current one and buffers the later ones.
-
-    With more than one completion, a heading on stderr precedes each.
-    """
-
-    def __init__(self, completions: int) -> None:
-        self.finished: list[Finished] = []
-        self.first = ""  # the text of the first completion
-        self._completions = completions
-        self._current = 0
-        self._buffered: dict[int, str] = {}
-        self._begun = False
-
-    @property
-    def complete(self) -> bool:
-        return self._current == self._completions
-
-    def add(self, delta: Delta) -> None:
-        self.first += delta.text if delta.choice_index == 0 else ""
-        if delta.choice_index == self._current:
-            self._print(delta.text)
-        else:
-            self._buffered[delta.choice_index] = self._buffered.get(delta.choice_index, "") + delta.text
-
-    def finish(self, finished: Finished) -> None:
-        self.finished.append(finished)
-        ended = {each.choice_index for each in self.finished}
-        while self._current in ended:
-            self._print("")  # a completion may be empty
-            self.close()
-            self._current += 1
-            if self._current in self._buffered:
-                self._print(self._buffered.pop(self._current))
-
-    def close(self) -> None:
-        """Ends the current line, if one was begun."""
-        if self._begun:
+        if text or finished:
             typer.echo()
-        self._begun = False
-
-    def _print(self, text: str) -> None:
-        if not self._begun and self._completions > 1:
-            stderr.print(f"[dim]completion {self._current + 1} of {self._completions}[/]")
-        self._begun = True
-        typer.echo(text, nl=False)
+    if finished is None:
+        raise PeerContract(f"the stream from {client.address} ended before the completion was finished")
+    return finished, text
 
 
 def answer_json(answer: Answer) -> dict[str, Any]:
-    return {
+    told = {
         "answer": answer.text,
         "finish_reason": answer.reason,
-        "choices": [_choice_json(choice) for choice in answer.choices],
         "request_id": answer.request_id,
         "usage": _usage_json(answer.usage),
         "timings": dataclasses.asdict(answer.timings),
     }
+    return told | ({"tokens": _tokens_json(answer.choices[0])} if answer.logprobs else {})
 
 
 def _usage_json(usage: Usage) -> dict[str, Any]:
@@ -265,18 +217,15 @@ def _usage_json(usage: Usage) -> dict[str, Any]:
     return told
 
 
-def _choice_json(choice: Choice) -> dict[str, Any]:
-    result: dict[str, Any] = {"answer": choice.text, "finish_reason": choice.reason}
-    if choice.logprobs:
-        tops = choice.top_logprobs or ((),) * len(choice.token_ids)
-        result["tokens"] = [
-            {
-                **_token_json(token_id, logprob, choice),
-                "top_logprobs": [_token_json(one, value, choice) for one, value in top],
-            }
-            for token_id, logprob, top in zip(choice.token_ids, choice.logprobs, tops, strict=True)
-        ]
-    return result
+def _tokens_json(choice: Choice) -> list[dict[str, Any]]:
+    tops = choice.top_logprobs or ((),) * len(choice.token_ids)
+    return [
+        {
+            **_token_json(token_id, logprob, choice),
+            "top_logprobs": [_token_json(one, value, choice) for one, value in top],
+        }
+        for token_id, logprob, top in zip(choice.token_ids, choice.logprobs, tops, strict=True)
+    ]
 
 
 def _token_json(token_id: int, logprob: float, choice: Choice) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from gridsieve.cli.options import (
     template_options,
 )
 from gridsieve.cli.terminal import print_cost, report, reported_errors
-from gridsieve.client.answer import cost_of
 from gridsieve.client.client import DEFAULT_ADDRESS, GridsieveClient
 from gridsieve.client.credentials import Access
 from gridsieve.client.prompt import Image, Message, Options, Text, Video
@@ -82,7 +81,7 @@ def _converse(
                     continue
                 except KeyboardInterrupt:
                     continue
-                print_cost(*cost_of(finished))
+                print_cost(finished.usage, finished.timings)
                 asked = Message("user", (*media, Text(question)))
                 history = (*history, asked, Message("assistant", (Text(answer),)))
                 media = ()  # from now on in the history

@@ -62,7 +62,7 @@ class _Layout:
     """Sizes in pixels of a cell (one token), frame, slice and sheet, and the number of slices in a row."""
 
     grid: Grid
-    frames_per_slice: int
+    slice_frames: int
     cell_width: int
     cell_height: int
     columns: int
@@ -73,7 +73,7 @@ class _Layout:
 
     @property
     def slice_width(self) -> int:
-        return self.frames_per_slice * (self.frame_size[0] + FRAME_GAP_PX) - FRAME_GAP_PX
+        return self.slice_frames * (self.frame_size[0] + FRAME_GAP_PX) - FRAME_GAP_PX
 
     @property
     def sheet_size(self) -> tuple[int, int]:
@@ -98,7 +98,7 @@ def contact_sheet(
     timestamps_s: Sequence[float],
     title: str,
     caption: str,
-    slice_frames: int | None = None,
+    slice_frames: int,
     in_groups: bool = False,
 ) -> Image.Image:
     """All frames, with pruned tokens dimmed and kept tokens outlined.
@@ -106,36 +106,33 @@ def contact_sheet(
     frames: uint8 [F, height, width, 3], RGB.
     kept: int32 [K], indices of the kept tokens in the grid.
     timestamps_s: one per frame, or empty.
-    slice_frames: of each temporal slice, the last of which may have fewer; None: all have equally many.
+    slice_frames: of each temporal slice; the last slice may have fewer.
     in_groups: all tokens are kept and belong to the slice, not to its frames: it has a border, and its frames none.
-    Raises ValueError if the shapes of frames, grid, kept and timestamps_s disagree.
     """
-    slice_frames = slice_frames or -(-len(frames) // grid.t)
-    _check(frames, slice_frames, grid, kept, timestamps_s)
     flat = np.zeros(grid.tokens, dtype=bool)
     flat[kept] = True
     mask = flat.reshape(grid.t, grid.h, grid.w)
 
     layout = _lay_out(frames, slice_frames, grid)
-    width, height = layout.sheet_size
-    sheet = Image.new("RGB", (max(width, 2 * MARGIN_PX + _header_width(title, caption)), height), PAPER)
-    draw = ImageDraw.Draw(sheet)
-    _draw_header(draw, sheet.width, title, caption)
+    frame_width, frame_height = layout.frame_size
+    sheet, draw = _sheet(*layout.sheet_size, title, caption)
     for index in range(grid.t):
         left, top = layout.corner(index)
-        first = index * layout.frames_per_slice
-        shown = min(layout.frames_per_slice, len(frames) - first)
-        for offset in range(shown):
-            x, pixels = left + offset * (layout.frame_size[0] + FRAME_GAP_PX), frames[first + offset]
+        foot = top + frame_height
+        first = index * slice_frames
+        shown = frames[first : first + slice_frames]
+        for offset, pixels in enumerate(shown):
+            x = left + offset * (frame_width + FRAME_GAP_PX)
             drawn = _resized(pixels, layout.frame_size) if in_groups else _frame(pixels, mask[index], layout)
             sheet.paste(drawn, (x, top))
             if timestamps_s:
-                _draw_stamp(draw, x, top + layout.frame_size[1], timestamps_s[first + offset])
+                draw.text((x, foot + 6), f"{timestamps_s[first + offset]:.2f} s", FAINT_INK, _font(STAMP_SIZE))
         if in_groups:
-            width = shown * (layout.frame_size[0] + FRAME_GAP_PX) - FRAME_GAP_PX
-            _draw_border(draw, left, top, width, layout.frame_size[1] + FOOT_PX - BORDER_PX)
+            right = left + len(shown) * (frame_width + FRAME_GAP_PX) - FRAME_GAP_PX
+            box = (left - BORDER_PX, top - BORDER_PX, right + BORDER_PX - 1, foot + FOOT_PX - 1)
+            draw.rectangle(box, outline=ACCENT, width=2)
         else:
-            _draw_bar(draw, left, top + layout.frame_size[1], layout.slice_width, float(mask[index].mean()))
+            _draw_bar(draw, left, foot, layout.slice_width, float(mask[index].mean()))
     return sheet
 
 
@@ -146,48 +143,38 @@ def sliced_sheet(
 
     source: uint8 [height, width, 3], RGB. tiles: uint8 [rows · columns, height, width, 3], row by row.
     """
-    height, width = tiles.shape[1:3]
-    rows = len(tiles) // columns
-    block = columns * width, rows * height
-    beside = source.shape[1] + block[0], max(source.shape[0], block[1])
-    below = max(source.shape[1], block[0]), source.shape[0] + block[1]
-    shape = min((beside, below), key=lambda size: abs(math.log(size[0] / size[1] / SHEET_ASPECT)))
+    rows, (height, width) = len(tiles) // columns, tiles.shape[1:3]
+    beside = source.shape[1] + columns * width, max(source.shape[0], rows * height)
+    below = max(source.shape[1], columns * width), source.shape[0] + rows * height
+    shape = min((beside, below), key=_ugliness)
     scale = MAX_PICTURES_PX / max(shape)
-    whole = _resized(source, _scaled(source.shape[1], source.shape[0], scale))
-    tile = _scaled(width, height, scale)
+    whole, *drawn = (_bordered(pixels, scale) for pixels in (source, *tiles))
+    step_x, step_y = drawn[0].width + FRAME_GAP_PX, drawn[0].height + FRAME_GAP_PX
+    block = Image.new("RGB", (columns * step_x - FRAME_GAP_PX, rows * step_y - FRAME_GAP_PX), PAPER)
+    for index, tile in enumerate(drawn):
+        block.paste(tile, (index % columns * step_x, index // columns * step_y))
 
     left, top = MARGIN_PX, HEADER_PX + MARGIN_PX
-    labels = (left, top), (left + whole.width + SLICE_GAP_PX, top)
     if shape == below:
-        labels = labels[0], (left, top + FOOT_PX + whole.height + SLICE_GAP_PX)
-    corners = [
-        (
-            labels[1][0] + index % columns * (tile[0] + FRAME_GAP_PX),
-            labels[1][1] + FOOT_PX + index // columns * (tile[1] + FRAME_GAP_PX),
-        )
-        for index in range(len(tiles))
-    ]
-    right = max(left + whole.width, corners[-1][0] + tile[0], MARGIN_PX + _header_width(title, caption))
-    bottom = max(top + FOOT_PX + whole.height, corners[-1][1] + tile[1])
-    sheet = Image.new("RGB", (right + MARGIN_PX, bottom + MARGIN_PX), PAPER)
-    draw = ImageDraw.Draw(sheet)
-    _draw_header(draw, sheet.width, title, caption)
-    for corner, label in zip(labels, ("source", f"{columns} by {rows} slices"), strict=True):
-        draw.text(corner, label, FAINT_INK, _font(TEXT_SIZE))
-    _paste(sheet, whole, (left, top + FOOT_PX))
-    for corner, pixels in zip(corners, tiles, strict=True):
-        _paste(sheet, _resized(pixels, tile), corner)
+        corner = left, top + FOOT_PX + whole.height + SLICE_GAP_PX
+    else:
+        corner = left + whole.width + SLICE_GAP_PX, top
+    right = max(left + whole.width, corner[0] + block.width)
+    bottom = FOOT_PX + max(top + whole.height, corner[1] + block.height)
+    sheet, draw = _sheet(right + MARGIN_PX, bottom + MARGIN_PX, title, caption)
+    blocks = (((left, top), "source", whole), (corner, f"{columns} by {rows} slices", block))
+    for (x, y), label, picture in blocks:
+        draw.text((x, y), label, FAINT_INK, _font(TEXT_SIZE))
+        sheet.paste(picture, (x, y + FOOT_PX))
     return sheet
 
 
-def _scaled(width: int, height: int, scale: float) -> tuple[int, int]:
-    return max(3, round(width * scale)), max(3, round(height * scale))
-
-
-def _paste(sheet: Image.Image, picture: Image.Image, corner: tuple[int, int]) -> None:
+def _bordered(pixels: NDArray[np.uint8], scale: float) -> Image.Image:
     """With the border of what is kept."""
+    height, width = pixels.shape[:2]
+    picture = _resized(pixels, (max(3, round(width * scale)), max(3, round(height * scale))))
     ImageDraw.Draw(picture).rectangle((0, 0, picture.width - 1, picture.height - 1), outline=ACCENT)
-    sheet.paste(picture, corner)
+    return picture
 
 
 def side_by_side(sheets: Sequence[Image.Image]) -> Image.Image:
@@ -200,29 +187,16 @@ def side_by_side(sheets: Sequence[Image.Image]) -> Image.Image:
     return joined
 
 
-def _check(
-    frames: NDArray[np.uint8], slice_frames: int, grid: Grid, kept: Int32Array, timestamps_s: Sequence[float]
-) -> None:
-    if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
-        raise ValueError(f"frames must be uint8 [F, height, width, 3], got {frames.dtype} {frames.shape}")
-    if -(-len(frames) // max(1, slice_frames)) != grid.t:
-        raise ValueError(f"{len(frames)} frames, {slice_frames} in a slice, are not {grid.t} slices")
-    if kept.size and not (kept.min() >= 0 and kept.max() < grid.tokens):
-        raise ValueError(f"kept must lie in [0, {grid.tokens}), got {kept.min()} to {kept.max()}")
-    if timestamps_s and len(timestamps_s) != len(frames):
-        raise ValueError(f"{len(frames)} frames need as many timestamps, got {len(timestamps_s)}")
-
-
 def _lay_out(frames: NDArray[np.uint8], slice_frames: int, grid: Grid) -> _Layout:
     """Chooses the number of slices in a row: close to SHEET_ASPECT, with few empty places in the last row."""
     layouts = [_with_columns(frames, slice_frames, grid, columns) for columns in range(1, grid.t + 1)]
 
-    def ugliness(layout: _Layout) -> float:
-        width, height = layout.sheet_size
-        empty = -grid.t % layout.columns / grid.t
-        return abs(math.log(width / height / SHEET_ASPECT)) + empty
+    return min(layouts, key=lambda each: _ugliness(each.sheet_size) + -grid.t % each.columns / grid.t)
 
-    return min(layouts, key=ugliness)
+
+def _ugliness(size: tuple[int, int]) -> float:
+    """How far from SHEET_ASPECT."""
+    return abs(math.log(size[0] / size[1] / SHEET_ASPECT))
 
 
 def _with_columns(frames: NDArray[np.uint8], slice_frames: int, grid: Grid, columns: int) -> _Layout:
@@ -256,7 +230,13 @@ def _outline(kept: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return kept & ~inside
 
 
-def _draw_header(draw: ImageDraw.ImageDraw, width: int, title: str, caption: str) -> None:
+def _sheet(width: int, height: int, title: str, caption: str) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+    """A sheet with its header, wider where that needs it."""
+    legend_px = 190
+    texts = _font(TITLE_SIZE).getlength(title), _font(TEXT_SIZE).getlength(caption) + legend_px
+    width = max(width, 2 * MARGIN_PX + round(max(texts)))
+    sheet = Image.new("RGB", (width, height), PAPER)
+    draw = ImageDraw.Draw(sheet)
     draw.text((MARGIN_PX, MARGIN_PX - 2), title, INK, _font(TITLE_SIZE))
     draw.text((MARGIN_PX, MARGIN_PX + 34), caption, FAINT_INK, _font(TEXT_SIZE))
     x = width - MARGIN_PX
@@ -266,16 +246,7 @@ def _draw_header(draw: ImageDraw.ImageDraw, width: int, title: str, caption: str
         x -= 22
         draw.rectangle((x, MARGIN_PX + 36, x + 13, MARGIN_PX + 49), fill, outline)
         x -= 20
-
-
-def _draw_stamp(draw: ImageDraw.ImageDraw, x: int, y: int, time_s: float) -> None:
-    draw.text((x, y + 6), f"{time_s:.2f} s", FAINT_INK, _font(STAMP_SIZE))
-
-
-def _draw_border(draw: ImageDraw.ImageDraw, x: int, y: int, width: int, height: int) -> None:
-    """Around this rectangle."""
-    box = (x - BORDER_PX, y - BORDER_PX, x + width + BORDER_PX - 1, y + height + BORDER_PX - 1)
-    draw.rectangle(box, outline=ACCENT, width=2)
+    return sheet, draw
 
 
 def _draw_bar(draw: ImageDraw.ImageDraw, x: int, y: int, width: int, share: float) -> None:
@@ -283,11 +254,6 @@ def _draw_bar(draw: ImageDraw.ImageDraw, x: int, y: int, width: int, share: floa
     draw.rectangle((x, y, x + width - 1, y + 2), TRACK)
     if share:
         draw.rectangle((x, y, x + max(1, round(width * share)) - 1, y + 2), ACCENT)
-
-
-def _header_width(title: str, caption: str) -> int:
-    legend_px = 190
-    return max(round(_font(TITLE_SIZE).getlength(title)), round(_font(TEXT_SIZE).getlength(caption)) + legend_px)
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:

@@ -37,47 +37,27 @@ from gridsieve.cli.terminal import reported_errors, stderr
 from gridsieve.client.credentials import Access, credentials_of
 from gridsieve.client.encoding import SELECT_ALL, encode, responses
 from gridsieve.client.messages import add_messages
-from gridsieve.client.prompt import Image, Message, Video, file_name
-from gridsieve.client.prompt import Pruning as Said
+from gridsieve.client.prompt import Image, Message, Pruning, Video, file_name
 from gridsieve.common.channels import open_channel, upstream_errors
 from gridsieve.common.contract.errors import InvalidRequest, PeerContract
 from gridsieve.common.contract.plan import Grid, Int32Array, MediaPlan, Modality, PromptPlan
 from gridsieve.common.contract.received import check_media, received_plan
-from gridsieve.common.contract.retention import (
-    BEFORE_TOWER,
-    EVS,
-    EVS_CAUSAL,
-    NONE,
-    PIXEL_CHANGE,
-    RANDOM,
-    SUGGESTED,
-    VCAST,
-    VIDCOM2,
-    Pruning,
-)
+from gridsieve.common.contract.retention import BEFORE_TOWER, NONE, SUGGESTED
+from gridsieve.common.contract.retention import Pruning as Applied
 from gridsieve.common.contract.tensors import TensorBuffer
 from gridsieve.common.contract.wire import add_chunk, buffer_for
 from gridsieve.common.security.credentials import Credentials
 from gridsieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 
-_METHOD_NAMES = {
-    EVS: "EVS",
-    EVS_CAUSAL: "causal EVS",
-    VIDCOM2: "VidCom2",
-    VCAST: "V-CAST",
-    RANDOM: "a random choice",
-    PIXEL_CHANGE: "the change of pixels",
-    NONE: "no pruning",
-}
 _services = partial(typer.Option, rich_help_panel="Services")
-_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
+_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
 def inspect(
     *,
     media: Annotated[str, typer.Argument(help="A video or an image: a file or a URL.")],
     pruning_rate: DrawnRateOption = None,
-    method: MethodsOption = None,
+    pruning_method: MethodsOption = None,
     pruning_threshold: ThresholdOption = None,
     output: Annotated[Path, of_output("--output", "-o", help="The PNG or JPEG file to write.")] = Path("kept.png"),
     frames: FrameFlags,
@@ -95,17 +75,17 @@ def inspect(
 
     Example: gridsieve inspect clip.mp4
 
-    Example: gridsieve inspect clip.mp4 --pruning-rate 0.75 --method evs --method vcast -o kept.png
+    Example: gridsieve inspect clip.mp4 --pruning-rate 0.75 --pruning-method evs --pruning-method vcast -o kept.png
     """
     suggested = pruning_rate is None and pruning_threshold is None
     if suggested:
-        prunings = [_suggested(each) for each in dict.fromkeys(method or [SUGGESTED.method])]
+        prunings = [_suggested(each) for each in dict.fromkeys(pruning_method or [SUGGESTED.method])]
     else:
-        named = dict.fromkeys(method or ()) or (None,)
+        named = dict.fromkeys(pruning_method or ()) or (None,)
         prunings = [said_pruning(pruning_rate, each, pruning_threshold) for each in named]
     part = frames.part(media)
-    if output.suffix.lower() not in _FORMATS:
-        raise typer.BadParameter(f"--output must end with {', '.join(_FORMATS)}, got {output}")
+    if output.suffix.lower() not in _SUFFIXES:
+        raise typer.BadParameter(f"--output must end with {', '.join(_SUFFIXES)}, got {output}")
     if (preprocessing is None) != (encoder is None):
         raise typer.BadParameter("--preprocessing and --encoder must be given together")
     with reported_errors(as_json=as_json):
@@ -120,20 +100,20 @@ def inspect(
                     addresses = stack.addresses["preprocessing"], stack.addresses["encoder"]
                     inspected = asyncio.run(inspect_media(*addresses, part, prunings, **given))
         except InvalidRequest as error:
-            if suggested and error.field == "--method":
+            if suggested and error.field == "--pruning-method":
                 error.remedy = "give a rate, which takes a method of this model: --pruning-rate 0.75"
             raise
         sheets = [_draw(each, file_name(media)) for each in inspected]
-        side_by_side(sheets).save(output, _FORMATS[output.suffix.lower()])
+        side_by_side(sheets).save(output)
     _print_counts(inspected, output, as_json)
 
 
-def _suggested(method: str) -> Said:
+def _suggested(method: str) -> Pruning:
     """What is drawn of a method where nobody says how much to drop. Raises BadParameter for one that needs a rate."""
     if method not in (SUGGESTED.method, NONE):
         said_pruning(None, method, None)  # refuses a method that does not exist
-        raise typer.BadParameter(f"--method {method} needs --pruning-rate, such as 0.75")
-    return Said(method=method, threshold=None if method == NONE else SUGGESTED.threshold)
+        raise typer.BadParameter(f"--pruning-method {method} needs --pruning-rate, such as 0.75")
+    return Pruning(method=method, threshold=None if method == NONE else SUGGESTED.threshold)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +125,7 @@ class Inspection:
     kept: int32 [K], strictly increasing indices into the plan's grid.
     """
 
-    pruning: Pruning
+    pruning: Applied
     plan: MediaPlan
     frames: Sequence[NDArray[np.uint8]]
     kept: Int32Array
@@ -153,7 +133,7 @@ class Inspection:
 
 
 async def inspect_media(
-    preprocessing: str, encoder: str, media: Image | Video, prunings: Sequence[Said], **access: Unpack[Access]
+    preprocessing: str, encoder: str, media: Image | Video, prunings: Sequence[Pruning], **access: Unpack[Access]
 ) -> list[Inspection]:
     """Asks the services at the two addresses: the frames once, the kept tokens for each pruning.
 
@@ -223,11 +203,11 @@ def _draw(inspected: Inspection, name: str) -> Any:
     return contact_sheet(stacked, grid, kept_tokens, plan.timestamps_s, name, caption, plan.slice_frames, in_groups)
 
 
-def _described(pruning: Pruning) -> str:
+def _described(pruning: Applied) -> str:
     where = ", before the tower," if pruning.method in BEFORE_TOWER else ""
     rate = f"rate {pruning.rate:g}" if pruning.rate or pruning.threshold is None else ""
     threshold = "" if pruning.threshold is None else f"threshold {pruning.threshold:g}"
-    return f"{_METHOD_NAMES[pruning.method]}{where} at {' and '.join(filter(None, (rate, threshold)))}"
+    return f"{pruning.method}{where} at {' and '.join(filter(None, (rate, threshold)))}"
 
 
 def _has_places(plan: MediaPlan) -> bool:
@@ -245,7 +225,7 @@ def _print_counts(inspected: Sequence[Inspection], output: Path, as_json: bool) 
         return
     for each in inspected:
         grid, kept = each.plan.grid, int(each.kept.size)
-        place = f"{output}, {_METHOD_NAMES[each.pruning.method]}" if len(inspected) > 1 else output
+        place = f"{output}, {each.pruning.method}" if len(inspected) > 1 else output
         typer.echo(f"{place}: {kept} of {grid.tokens} tokens kept, {_shown(each.plan)}")
 
 

@@ -111,9 +111,8 @@ class LocalStack:
         self._cleanup = contextlib.ExitStack()
         self._folder = Path()
         self._upload_root = ""
-        # Plain bools, not threading.Event: Event.set in a signal handler can deadlock with the wait it interrupted.
+        # A plain bool, not threading.Event: Event.set in a signal handler can deadlock with the wait it interrupted.
         self._given_up = False
-        self._at_once = False
 
     @property
     def address(self) -> str:
@@ -301,10 +300,6 @@ class LocalStack:
         """Makes `watch` return and cancels a running `start`. Safe in a signal handler."""
         self._given_up = True
 
-    def end_at_once(self) -> None:
-        """Makes `stop` kill the services instead of draining them."""
-        self._at_once = True
-
     @property
     def exit_status(self) -> ExitStatus:
         """After `stop`: the combined exit status of the services."""
@@ -318,7 +313,7 @@ class LocalStack:
         """Drains and stops the services, the last first; kills a service that exceeds its grace."""
         try:
             for process in reversed(self.processes.values()):
-                if self._at_once or _has_ended(process):
+                if _has_ended(process):
                     continue
                 os.kill(process.pid, signal.SIGTERM)
                 deadline = time.monotonic() + self.drain_s + KILL_AFTER_DRAIN_S

@@ -100,9 +100,9 @@ def live(
     ] = None,
     pruning_threshold: ThresholdOption = None,
     pruning_rate: Annotated[
-        float | None, of_media(help=f"With --method {EVS_CAUSAL}: the fraction of each slice's tokens to drop.")
+        float | None, of_media(help=f"With --pruning-method {EVS_CAUSAL}: the fraction of each slice's tokens to drop.")
     ] = None,
-    method: Annotated[
+    pruning_method: Annotated[
         str | None,
         of_media(
             help=f"Which tokens are kept. {PIXEL_CHANGE}: tokens whose pixels changed. "
@@ -150,7 +150,7 @@ def live(
     drawn = sampling.options()
     at_end = not every_s and on_change is None
     url = source if "://" in source else None
-    said = said_pruning(pruning_rate, method, pruning_threshold)
+    said = said_pruning(pruning_rate, pruning_method, pruning_threshold)
 
     async def watch() -> None:
         asked = (

@@ -36,7 +36,7 @@ def _family_json(row: ModelFamily) -> dict[str, Any]:
         "model_type": row.model_type,
         "models": row.models,
         "media": [kind.value for kind in row.media],
-        "methods": row.video_methods,
+        "pruning_methods": row.video_methods,
         "before_tower": [each for each in row.video_methods if each in BEFORE_TOWER],
         "positions": row.positions,
         "limits": row.limits,

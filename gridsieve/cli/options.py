@@ -16,8 +16,7 @@ import typer
 
 from gridsieve.client.credentials import Access
 from gridsieve.client.messages import IN_PYTHON
-from gridsieve.client.prompt import Image, Message, Options, Sampling, Video, check_scheme, is_url
-from gridsieve.client.prompt import Pruning as Said
+from gridsieve.client.prompt import Image, Message, Options, Pruning, Sampling, Video, check_scheme, is_url
 from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, path_of, steps_of
 from gridsieve.common.contract.retention import (
     AUTO_THRESHOLD,
@@ -29,8 +28,6 @@ from gridsieve.common.contract.retention import (
     SUGGESTED,
     VCAST,
     VIDCOM2,
-    Pruning,
-    named_method,
 )
 from gridsieve.common.security.tokens import read_token
 
@@ -43,10 +40,10 @@ _of_connection = partial(typer.Option, rich_help_panel="Connection")
 # Fields of requests that have flags of another name.
 _FLAGS = {
     "pruning.rate": "--pruning-rate",
-    "pruning.method": "--method",
+    "pruning.method": "--pruning-method",
     "pruning.threshold": "--pruning-threshold",
     "adapter": "--adapter",
-    "open.pruning": "--method",
+    "open.pruning": "--pruning-method",
     "open.source": "SOURCE",
     "window_tokens": "--window-tokens",
     "prompt.template_options.enable_thinking": "--thinking",
@@ -62,7 +59,7 @@ DrawnRateOption = Annotated[
 ]
 THRESHOLD_HELP = (
     "Let the rate follow from the video: drop tokens whose pixels changed by less than this share of their range, such "
-    f"as {AUTO_THRESHOLD:g}, and at least --pruning-rate. Implies --method {PIXEL_CHANGE}."
+    f"as {AUTO_THRESHOLD:g}, and at least --pruning-rate. Implies --pruning-method {PIXEL_CHANGE}."
 )
 ThresholdOption = Annotated[float | None, of_media(help=THRESHOLD_HELP)]
 _METHOD_HELP = (
@@ -109,12 +106,12 @@ class PruningFlags:
     """How videos are pruned; None: as the service does."""
 
     pruning_rate: Annotated[float | None, of_media(help=f"{_RATE_HELP} Default: the service's.")] = None
-    method: Annotated[str | None, of_media(help=f"{_METHOD_HELP} Default: the service's.")] = None
+    pruning_method: Annotated[str | None, of_media(help=f"{_METHOD_HELP} Default: the service's.")] = None
     pruning_threshold: ThresholdOption = None
 
     def options(self) -> Options:
-        """Raises BadParameter as `pruning_of`."""
-        said = said_pruning(self.pruning_rate, self.method, self.pruning_threshold)
+        """Raises BadParameter as `said_pruning`."""
+        said = said_pruning(self.pruning_rate, self.pruning_method, self.pruning_threshold)
         return Options(pruning_rate=said.rate, pruning_method=said.method, pruning_threshold=said.threshold)
 
 
@@ -216,30 +213,21 @@ class AccessFlags:
         )
 
 
-def pruning_of(rate: float, method: str | None, threshold: float | None) -> Pruning:
-    """Raises BadParameter for an invalid rate or threshold, an unknown method, and one that has no threshold."""
-    with _bad_parameters():
-        return Pruning(rate, named_method(method, threshold), threshold=threshold)
+def said_pruning(rate: float | None, method: str | None, threshold: float | None) -> Pruning:
+    """Of a request; None: not said.
 
-
-def said_pruning(rate: float | None, method: str | None, threshold: float | None) -> Said:
-    """Of a request; None: not said. Raises as `pruning_of`."""
-    with _bad_parameters():
-        return Said(rate, method, threshold=threshold)
+    Raises BadParameter for an invalid rate or threshold, an unknown method, and one that has no threshold.
+    """
+    try:
+        with in_flags():
+            return Pruning(rate, method, threshold=threshold)
+    except InvalidRequest as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def template_options(thinking: bool | None) -> Mapping[str, bool]:
     """Variables of the chat template. thinking: None, as it does by default."""
     return {} if thinking is None else {"enable_thinking": thinking}
-
-
-@contextmanager
-def _bad_parameters() -> Iterator[None]:
-    try:
-        with in_flags():
-            yield
-    except InvalidRequest as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -14,16 +12,12 @@ from gridsieve.cli.launcher import GATEWAY, SERVICES, Endpoint, LocalStack
 from gridsieve.cli.signals import DrainOnSignals
 from gridsieve.cli.stack_flags import service_flags
 from gridsieve.cli.terminal import reported_errors, stderr
-from gridsieve.client.answer import Model
-from gridsieve.client.client import DEFAULT_ADDRESS, GridsieveClient
-from gridsieve.client.credentials import Access
-from gridsieve.common.contract.errors import GridsieveError, StartupError
-from gridsieve.common.contract.retention import NONE, Pruning
+from gridsieve.client.client import DEFAULT_ADDRESS
+from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.process import ExitStatus, at_once
 
 _model = partial(typer.Option, rich_help_panel="Model and media")
 _addresses = partial(typer.Option, rich_help_panel="Addresses")
-_TELL_S = 10.0
 
 ConfigOption = Annotated[
     Path | None,
@@ -78,9 +72,9 @@ def serve(
     After the first Ctrl-C (or SIGTERM, or a closed terminal), each service finishes its running requests, within 30
     seconds. The second Ctrl-C ends everything at once. Under nohup, closing the terminal has no effect.
 
-    Each flag of a service is also a flag here, with the service's name before it (--generation-dtype), and may be a
-    line of the --config file. The services also read the environment variables GRIDSIEVE_…, except GRIDSIEVE_DRAIN_S.
-    `gridsieve settings` lists all settings.
+    Each flag of a service is also a flag here, with the service's name before it (--generation-dtype), and a line of
+    the --config file. The services also read the environment variables GRIDSIEVE_…, except GRIDSIEVE_DRAIN_S.
+    `gridsieve settings` lists the settings of the services.
 
     Exit status: 0 if all requests finished; 3 if some were cut off; 2 if a service could not start; 1 if a service
     failed; 130 (Ctrl-C), 143 (SIGTERM) or 129 (closed terminal) if stopped at once, or before all services were ready.
@@ -123,43 +117,7 @@ def serve(
             )
             server = "" if listen == DEFAULT_ADDRESS else f" --server {listen}"
             stderr.print(f'  gridsieve ask CLIP "What moves?" --pruning-rate 0.75{server}', soft_wrap=True)
-            stderr.print(default_pruning(listen), soft_wrap=True)
             stack.watch()
         finally:
             stack.stop()
     raise typer.Exit(stack.exit_status)
-
-
-def default_pruning(generation: str) -> str:
-    """How videos are pruned for which a request says nothing, as the service tells it, and how to change that."""
-    environment = os.environ.get
-    access = Access(token=environment("GRIDSIEVE_TOKEN") or None)
-    if cert := environment("GRIDSIEVE_TLS_CERT"):
-        access |= Access(
-            tls_ca=environment("GRIDSIEVE_UPSTREAM_TLS_CA"), tls_cert=cert, tls_key=environment("GRIDSIEVE_TLS_KEY")
-        )
-
-    async def models() -> tuple[Model, ...]:
-        async with GridsieveClient(generation, **access) as client:
-            return await client.models(timeout_s=_TELL_S)
-
-    try:
-        model, *_ = asyncio.run(models())
-    except (GridsieveError, StartupError) as error:  # StartupError: of a token or certificate that is not for this
-        return f"How videos are pruned by default is not known here ({error}): ListModels (GET /v1/models) tells it."
-    pruning = Pruning(model.pruning_rate, model.pruning_method, threshold=model.pruning_threshold)
-    if [each.name for each in model.pruning_methods] == [NONE]:
-        return "Videos are not pruned: this model takes no pruning."
-    if not pruning.drops:
-        return (
-            "Videos are not pruned unless a request asks for it, as this one does; live sessions drop what does not "
-            "change. For all requests: gridsieve serve --generation-pruning-rate 0.75"
-        )
-    amounts = [f"rate {pruning.rate:g}"] if pruning.rate else []
-    if pruning.threshold is not None:
-        amounts.append(f"threshold {pruning.threshold:g}")
-    return (
-        f"Videos are pruned by {pruning.method} at {' and '.join(amounts)} unless a request asks for another "
-        f"(gridsieve ask --pruning-rate 0). For all requests: gridsieve serve --generation-pruning-rate, "
-        f"--generation-pruning-method, --generation-pruning-threshold"
-    )

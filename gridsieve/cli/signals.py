@@ -13,10 +13,12 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
-from gridsieve.cli.launcher import LocalStack
 from gridsieve.common.process import at_once
+
+if TYPE_CHECKING:
+    from gridsieve.cli.launcher import LocalStack  # slow to import
 
 Handler: TypeAlias = Callable[[int, FrameType | None], None]
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gridsieve.cli.launcher import SERVICES
-from gridsieve.cli.service_settings import TABLES, settings_of_services
+from gridsieve.cli.launcher import GATEWAY, SERVICES
 from gridsieve.common.contract.errors import StartupError
 
+TABLES = (*SERVICES, GATEWAY)
 # What `serve` itself gives to all services.
 _OWN = {"listen", "metrics_port", "drain_s", "model", "media_root"} | set(SERVICES)
 
@@ -32,26 +32,15 @@ def service_flags(config: Path | None, extra: Sequence[str]) -> dict[str, list[s
         if argument.startswith("--"):
             service, _, flag = argument.removeprefix("--").partition("-")
             if service not in TABLES or not flag:
-                raise StartupError(f"{argument} is unknown; {_meant(argument)}")
+                example = "--generation-dtype; `gridsieve settings` lists them"
+                raise StartupError(
+                    f"{argument} is unknown; a flag of a service begins with its name, such as {example}"
+                )
             argument = f"--{flag}"
         elif not service:
             raise StartupError(f"unexpected argument {argument}")
         found[service].append(argument)
     return found
-
-
-def _meant(argument: str) -> str:
-    """What to write in place of a flag that is none of `serve` and has no service before it."""
-    name = argument.removeprefix("--").partition("=")[0]
-    flags = {f"--{name}", f"--{name.removeprefix('no-')}"}
-    found = [
-        f"--{service}-{name}"
-        for service, settings in settings_of_services({}).items()
-        if any(each["flag"] in flags for each in settings)
-    ]
-    if found:
-        return f"write {' or '.join(found)}"
-    return "a flag of a service begins with its name, such as --generation-dtype"
 
 
 def _flags_of(config: Path, service: str) -> Iterator[str]:

@@ -134,10 +134,6 @@ class Timings:
         """Seconds of each stage before the first token, in order."""
         return {name: float(getattr(self, f"{name}_s")) for name in STAGES}
 
-    def tokens_per_second(self, completion_tokens: int) -> float:
-        """Decode throughput after the first token; 0 for a completion of at most one token."""
-        return (completion_tokens - 1) / self.generate_s if completion_tokens > 1 and self.generate_s > 0 else 0.0
-
 
 STAGES = tuple(each.name.removesuffix("_s") for each in fields(Timings))[1:-1]
 """The stages before the first token, in order."""

@@ -74,12 +74,10 @@ class GridsieveClient:
         """Cancels running requests and closes the connection."""
         await self._channel.close()
 
-    async def models(self, *, timeout_s: float | None = None, metadata: Metadata = ()) -> tuple[Model, ...]:
+    async def models(self, *, metadata: Metadata = ()) -> tuple[Model, ...]:
         """The names of the checkpoint that is served, then each adapter. Raises a subclass of GridsieveError."""
         with upstream_errors("generation"):
-            call = self._generation.ListModels(
-                generation_pb2.ListModelsRequest(), timeout=timeout_s, metadata=(*metadata, *self._token)
-            )
+            call = self._generation.ListModels(generation_pb2.ListModelsRequest(), metadata=(*metadata, *self._token))
             return tuple([_model(each) async for each in call])
 
     async def ask(
@@ -126,15 +124,15 @@ class GridsieveClient:
             async for event in events:
                 yield event
 
-    def live(self, *, metadata: Metadata = (), **options: Unpack[LiveOptions]) -> LiveSession:
-        """A conversation that watches; see `LiveSession`. metadata: as in `events`.
+    def live(self, **options: Unpack[LiveOptions]) -> LiveSession:
+        """A conversation that watches; see `LiveSession`.
 
         Raises InvalidRequest for a value that its field cannot hold. Entering it raises a subclass of GridsieveError:
         InvalidRequest for a value outside its range, and for models that are not served live, Overloaded where no room
         is left for the session.
         """
         opened = live_open(options)
-        sent = (*_named(opened.request_id), *metadata, *self._token)
+        sent = (*_named(opened.request_id), *self._token)
         return LiveSession(lambda: self._generation.Live(metadata=sent), opened)
 
     async def answer(self, messages: Sequence[Message], options: Options, *, metadata: Metadata = ()) -> Answer:

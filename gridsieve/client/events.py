@@ -45,9 +45,9 @@ from gridsieve.common.contract.wire import int32_array, modality_of
 from gridsieve.v1 import generation_pb2
 
 _REASONS = {generation_pb2.FinishReason.Value(f"FINISH_REASON_{each.name}"): each for each in FinishReason}
-_DROPS = {generation_pb2.DropReason.Value(f"DROP_REASON_{each.name}"): each for each in DropReason}
-_CLOCKS = {generation_pb2.WallClock.Value(f"WALL_CLOCK_{each.name}"): each for each in WallClock}
-_STATES = {generation_pb2.StreamState.Value(f"STREAM_STATE_{each.name}"): each for each in StreamState}
+DROP_REASONS = {generation_pb2.DropReason.Value(f"DROP_REASON_{each.name}"): each for each in DropReason}
+WALL_CLOCKS = {generation_pb2.WallClock.Value(f"WALL_CLOCK_{each.name}"): each for each in WallClock}
+STREAM_STATES = {generation_pb2.StreamState.Value(f"STREAM_STATE_{each.name}"): each for each in StreamState}
 
 Name = TypeVar("Name", bound=Enum)
 
@@ -99,12 +99,12 @@ class LiveEvents:
             case "evicted":
                 return LiveEvicted(**_fields(response.evicted))
             case "dropped":
-                reason = _known(_DROPS, response.dropped.reason, "drop reason")
+                reason = known(DROP_REASONS, response.dropped.reason, "drop reason")
                 return LiveDropped(response.dropped.frames, reason, response.dropped.error)
             case "restarted":
                 return LiveRestarted(response.restarted.segments)
             case "stream":
-                return LiveStream(_known(_STATES, response.stream.state, "stream state"), response.stream.reason)
+                return LiveStream(known(STREAM_STATES, response.stream.state, "stream state"), response.stream.reason)
             case _:
                 raise PeerContract("the service sent an unknown kind of event")
 
@@ -114,7 +114,7 @@ class LiveEvents:
         question, usage = self._questions[message.ask_id], LiveUsage(**_fields(message.usage))
         deltas = self._deltas.pop(message.ask_id, [])
         if message.error:
-            return LiveRefused(message.ask_id, question, _refusal(message))
+            return LiveRefused(message.ask_id, question, error_of(message))
         finished = _finished(message.finished)
         answer = Answer(self._request_id, (choice_of(finished, deltas),), finished.usage, finished.timings)
         return LiveFinished(message.ask_id, question, answer, self._seen_s, usage, _filmed(message))
@@ -123,14 +123,19 @@ class LiveEvents:
 def _filmed(message: generation_pb2.LiveSlice | generation_pb2.LiveFinished) -> Filmed | None:
     if message.wall_clock == generation_pb2.WALL_CLOCK_UNSPECIFIED:
         return None
-    clock = _known(_CLOCKS, message.wall_clock, "wall clock")
+    clock = known(WALL_CLOCKS, message.wall_clock, "wall clock")
     return Filmed(message.wall_time_s, clock, message.snapshot)
 
 
-def _refusal(message: generation_pb2.LiveFinished) -> GridsieveError:
+def error_of(message: generation_pb2.LiveFinished) -> GridsieveError:
+    """Why a question has no answer."""
     if message.finished.reason != generation_pb2.FINISH_REASON_REFUSED:  # a service was away
         return Unavailable(message.error, "generation")
-    field = message.error_field if message.HasField("error_field") else None
+    return refusal_of(message)
+
+
+def refusal_of(message: generation_pb2.LiveFinished | generation_pb2.LiveDropped) -> InvalidRequest:
+    field = message.error_field or None
     return InvalidRequest(message.error.removeprefix(f"{field} "), field=field)
 
 
@@ -139,7 +144,7 @@ def _fields(message: ProtobufMessage) -> dict[str, Any]:
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
-def _known(names: Mapping[int, Name], number: int, what: str) -> Name:
+def known(names: Mapping[int, Name], number: int, what: str) -> Name:
     """Raises PeerContract for a number of an enum that this client does not know."""
     if number not in names:
         raise PeerContract(f"the service sent the unknown {what} {number}")
@@ -163,7 +168,7 @@ def _delta(delta: generation_pb2.Delta) -> Delta:
 
 
 def _finished(finished: generation_pb2.Finished) -> Finished:
-    reason = _known(_REASONS, finished.reason, "finish reason")
+    reason = known(_REASONS, finished.reason, "finish reason")
     return Finished(finished.choice_index, reason, _usage(finished.usage), Timings(**_fields(finished.timings)))
 
 

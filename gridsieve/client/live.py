@@ -153,7 +153,7 @@ class LiveSession:
     ) -> AsyncGenerator[LiveDelta | LiveFinished]:
         """Sends a question, and yields the events of its answer."""
         name = next(self._names)
-        ask, queue = live_ask(name, question, transient, sampling), self._listen()
+        ask, queue = live_ask(name, [question], transient, sampling), self._listen()
         self._questions[name] = question
         await self._send(ask=ask)
         while (event := await queue.get()) is not None:

@@ -35,10 +35,11 @@ from gridsieve.client.prompt import (
     Sampling,
     StrPath,
     Text,
+    Trigger,
     Video,
 )
 from gridsieve.client.tools import Tool
-from gridsieve.common.contract.errors import GridsieveError, InvalidRequest
+from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, within
 from gridsieve.common.contract.limits import GREATEST_INLINE_BYTES, LARGER_FILES
 from gridsieve.common.contract.wire import grid_message
 from gridsieve.v1 import generation_pb2, prompt_pb2, tensor_pb2
@@ -134,6 +135,9 @@ def live_open(options: LiveOptions) -> generation_pb2.LiveOpen:
     first = (Message("system", (Text(system),)),) if system else ()
     before = prompt_pb2.Prompt()
     add_messages(before, [*first, *(options.get("history") or ())])
+    triggers = [
+        _trigger(each, f"open.triggers[{index}]", index) for index, each in enumerate(options.get("triggers") or ())
+    ]
     return _message(
         generation_pb2.LiveOpen,
         "open",
@@ -141,25 +145,23 @@ def live_open(options: LiveOptions) -> generation_pb2.LiveOpen:
         pruning=None if pruning is None else pruning_message(pruning),
         **{name: options.get(name) for name in _SAME_IN_OPEN},
         snapshots=snapshots and generation_pb2.Snapshots.Value(f"SNAPSHOTS_{snapshots.name}"),
-        triggers=[
-            _message(
-                generation_pb2.LiveTrigger,
-                f"open.triggers[{index}]",
-                ask=live_ask(f"trigger-{index}", each.question, each.transient, each.sampling),
-                every_s=each.every_s,
-                on_change=each.on_change,
-            )
-            for index, each in enumerate(options.get("triggers") or ())
-        ],
+        triggers=triggers,
     )
 
 
-def live_ask(ask_id: str, question: str, transient: bool, sampling: Sampling) -> generation_pb2.LiveAsk:
-    """Raises InvalidRequest for a value that its field cannot hold, TypeError for an unknown option."""
+def _trigger(trigger: Trigger, name: str, index: int) -> generation_pb2.LiveTrigger:
+    with within(name):
+        ask = live_ask(f"trigger-{index}", [trigger.question], trigger.transient, trigger.sampling)
+    return _message(generation_pb2.LiveTrigger, name, ask=ask, every_s=trigger.every_s, on_change=trigger.on_change)
+
+
+def live_ask(ask_id: str, texts: Sequence[str], transient: bool, sampling: Sampling) -> generation_pb2.LiveAsk:
+    """texts: the question. Raises InvalidRequest for a value that its field cannot hold, TypeError for an unknown
+    option."""
     if unknown := sampling.keys() - Sampling.__annotations__.keys():
         raise TypeError(f"unknown option {min(unknown)!r} of a question in a live session")
-    part = _message(prompt_pb2.Part, "ask.parts[0]", text=question)
-    return generation_pb2.LiveAsk(ask_id=ask_id, parts=[part], sampling=_sampling(sampling), transient=transient)
+    parts = [_message(prompt_pb2.Part, f"ask.parts[{index}]", text=text) for index, text in enumerate(texts)]
+    return generation_pb2.LiveAsk(ask_id=ask_id, parts=parts, sampling=_sampling(sampling), transient=transient)
 
 
 def _tool(tool: Tool, name: str) -> prompt_pb2.Tool:

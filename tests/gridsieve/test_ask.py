@@ -32,18 +32,6 @@ def test_the_completion_is_printed_to_stdout_and_its_cost_to_stderr(gridsieve: R
     assert f"{prompt} · 2 tokens in 0.75 s, the first after 0.50 s" in result.stderr
     assert "3 damaged frames" in result.stderr
     assert "sees no motion" in result.stderr
-    assert "completion 1" not in result.stderr
-
-
-def test_several_completions_are_printed_one_after_another_though_they_arrive_interleaved(
-    gridsieve: Run, address: str
-) -> None:
-    result = gridsieve("ask", "?", "--server", address, "--n", "3")
-    assert result.exit_code == 0
-    assert result.stdout == "A red ball ⚽\nSomething\n\n"
-    places = [result.stderr.index(f"completion {number} of 3") for number in (1, 2, 3)]
-    assert places == sorted(places)
-    assert "6 tokens in 0.75 s" in result.stderr
 
 
 def test_media_and_their_flags_are_sent(
@@ -52,7 +40,7 @@ def test_media_and_their_flags_are_sent(
     photo = tmp_path / "photo.jpg"
     photo.write_bytes(b"photo")
     url = "https://a.test//clip.mp4?x=1"
-    flags = ["--pruning-rate", "0.5", "--method", "random", "--fps", "4", "--max-frames", "16"]
+    flags = ["--pruning-rate", "0.5", "--pruning-method", "random", "--fps", "4", "--max-frames", "16"]
     gridsieve("ask", clip, str(photo), url, "What differs?", *flags, "--server", address)
     gridsieve("ask", "films/a.mp4", url, "?", "--on-server", "--server", address)
     first, on_server = services.asked
@@ -70,7 +58,7 @@ def test_sampling_flags_are_sent_and_unset_ones_leave_the_models_defaults(
 ) -> None:
     flags = ["--temperature", "0.5", "--top-p", "0.25", "--top-k", "7", "--min-p", "0.125", "--seed", "0"]
     flags += ["--repetition-penalty", "1.5", "--presence-penalty", "-0.5", "--frequency-penalty", "0.75"]
-    flags += ["--max-new-tokens", "9", "--stop", "x", "--stop", "y z", "--n", "2", "--adapter", "traffic"]
+    flags += ["--max-new-tokens", "9", "--stop", "x", "--stop", "y z", "--adapter", "traffic"]
     flags += ["--no-thinking"]
     result = gridsieve("ask", "?", "--server", address, *flags, "--json", "--top-logprobs", "2")
     assert result.exit_code == 0, result.stderr
@@ -78,7 +66,7 @@ def test_sampling_flags_are_sent_and_unset_ones_leave_the_models_defaults(
     asked, plain = services.asked
     assert asked.sampling == generation_pb2.Sampling(
         temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, seed=0, repetition_penalty=1.5, presence_penalty=-0.5,
-        frequency_penalty=0.75, max_new_tokens=9, stop=["x", "y z"], n=2, logprobs=True, top_logprobs=2,
+        frequency_penalty=0.75, max_new_tokens=9, stop=["x", "y z"], logprobs=True, top_logprobs=2,
     )  # fmt: skip
     assert asked.adapter == "traffic"
     assert json.loads(asked.prompt.template_options) == {"enable_thinking": False}
@@ -87,16 +75,12 @@ def test_sampling_flags_are_sent_and_unset_ones_leave_the_models_defaults(
     assert not plain.prompt.template_options
 
 
-def test_json_is_one_object_with_all_completions(gridsieve: Run, address: str, clip: str) -> None:
-    result = gridsieve("ask", clip, "What moves?", "--server", address, "--n", "2", "--json")
+def test_json_is_one_object(gridsieve: Run, address: str, clip: str) -> None:
+    result = gridsieve("ask", clip, "What moves?", "--server", address, "--json")
     assert result.stderr == ""
     printed = json.loads(result.stdout)
     assert (printed["answer"], printed["finish_reason"]) == ("A red ball ⚽", "stop")
-    assert printed["choices"] == [
-        {"answer": "A red ball ⚽", "finish_reason": "stop"},
-        {"answer": "Something", "finish_reason": "stop"},
-    ]
-    assert (printed["usage"]["prompt_tokens_full"], printed["usage"]["completion_tokens"]) == (12, 4)
+    assert (printed["usage"]["prompt_tokens_full"], printed["usage"]["completion_tokens"]) == (12, 2)
     assert printed["usage"]["media"][0] == {
         "modality": "video", "grid": {"t": 2, "h": 2, "w": 2}, "num_kept": 4,
         "repaired_frames": 3, "first_slice_only": True, "missing_frames": 0, "dropped_frames": 0, "pruning_rate": 0.5,
@@ -107,10 +91,10 @@ def test_json_is_one_object_with_all_completions(gridsieve: Run, address: str, c
 def test_json_has_log_probabilities_on_request(gridsieve: Run, address: str) -> None:
     printed = json.loads(gridsieve("ask", "?", "--server", address, "--json", "--top-logprobs", "2").stdout)
     own = {"token_id": 1, "text": "A red ", "logprob": -0.5}
-    first, _ = printed["choices"][0]["tokens"]
+    first, _ = printed["tokens"]
     assert first == {**own, "top_logprobs": [own, {"token_id": 9, "text": "nine", "logprob": -1.5}]}
     printed = json.loads(gridsieve("ask", "?", "--server", address, "--json", "--top-logprobs", "0").stdout)
-    assert printed["choices"][0]["tokens"][0] == {**own, "top_logprobs": []}
+    assert printed["tokens"][0] == {**own, "top_logprobs": []}
 
 
 # --- errors -----------------------------------------------------------------------------------------------------
@@ -166,9 +150,12 @@ def test_an_address_of_something_else_is_reported_with_what_to_change(gridsieve:
     [
         (("ask", "?", "--pruning-rate", "nan"), "nan"),
         (("ask", "?", "--pruning-rate", "1"), "--pruning-rate must be at least 0 and below 1, got 1.0"),
-        (("ask", "?", "--method", "magic"), f"--method must be one of {', '.join(METHODS)}, got 'magic'"),
         (
-            ("ask", "?", "--method", "evs", "--pruning-threshold", "0.04"),
+            ("ask", "?", "--pruning-method", "magic"),
+            f"--pruning-method must be one of {', '.join(METHODS)}, got 'magic'",
+        ),
+        (
+            ("ask", "?", "--pruning-method", "evs", "--pruning-threshold", "0.04"),
             "--pruning-threshold is for pixel_change, the method is evs",
         ),
         (("chat", "--pruning-threshold", "1"), "--pruning-threshold must be at least 0 and below 1, got 1.0"),

@@ -5,28 +5,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, cast
 
 import pytest
 
-from gridsieve.bench.backend import Cost
-from gridsieve.bench.load import Extent, closed_loop, open_loop, poisson_arrivals
+from gridsieve.bench.load import closed_loop, open_loop, poisson_arrivals
 from gridsieve.bench.measure import Record, timed
-from gridsieve.bench.workload import Question
-from gridsieve.client.answer import Timings, Usage
-from gridsieve.client.prompt import Options, Part, Text
+from gridsieve.bench.workload import Workload
+from gridsieve.client.answer import Delta, Event, Finished, FinishReason, Timings, Usage
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Message, Options, Pruning, Text
 from gridsieve.common.contract.errors import Overloaded
-from gridsieve.common.contract.retention import Pruning
 from tests.gridsieve.instant_loop import run
 
 
-def test_arrivals_are_exponential_determined_by_the_seed_and_end_with_the_duration() -> None:
-    arrivals = list(poisson_arrivals(100.0, 3, Extent(duration_s=5)))
-    assert arrivals == list(poisson_arrivals(100.0, 3, Extent(duration_s=9)))[: len(arrivals)]
-    assert arrivals != list(poisson_arrivals(100.0, 4, Extent(duration_s=9)))[: len(arrivals)]
-    assert arrivals[-1] < 5
-    gaps = [after - before for before, after in itertools.pairwise([0.0, *poisson_arrivals(4.0, 7, Extent(20_000))])]
+def test_arrivals_are_exponential_and_the_same_in_every_run() -> None:
+    arrivals = list(poisson_arrivals(4.0, 20_000))
+    assert arrivals == list(poisson_arrivals(4.0, 20_000))
+    gaps = [after - before for before, after in itertools.pairwise([0.0, *arrivals])]
     # An exponential's mean and standard deviation are 1 / rate; four standard errors of each.
     assert statistics.fmean(gaps) == pytest.approx(0.25, rel=4 / 20_000**0.5)
     assert statistics.stdev(gaps) == pytest.approx(0.25, rel=4 * 2 / 20_000**0.5)
@@ -34,7 +31,7 @@ def test_arrivals_are_exponential_determined_by_the_seed_and_end_with_the_durati
 
 def test_a_number_of_requests_arrives_at_the_rate() -> None:
     for requests in (1, 7, 50):
-        arrivals = list(poisson_arrivals(2.0, 3, Extent(requests)))
+        arrivals = list(poisson_arrivals(2.0, requests))
         assert len(arrivals) == requests
         assert arrivals[-1] == pytest.approx(requests / 2.0)
 
@@ -51,23 +48,11 @@ def test_a_closed_loop_keeps_exactly_its_clients_busy() -> None:
         await asyncio.sleep(1 + number % 3)
         flying -= 1
 
-    run(closed_loop(ask, 4, Extent(40)))
+    run(closed_loop(ask, 4, 40))
     assert numbers == list(range(40))
     # After the first requests, a client sends one as soon as its last is answered.
     assert seen[:4] == [1, 2, 3, 4]
     assert max(seen) == 4
-
-
-def test_a_closed_loop_begins_nothing_after_its_duration_but_finishes_what_runs() -> None:
-    begun, ended = [], []
-
-    async def ask(number: int, due_s: float) -> None:
-        begun.append(due_s - 100)
-        await asyncio.sleep(4)
-        ended.append(asyncio.get_running_loop().time() - 100)
-
-    run(closed_loop(ask, 2, Extent(duration_s=10)))
-    assert (begun, ended) == ([0, 0, 4, 4, 8, 8], [4, 4, 8, 8, 12, 12])
 
 
 def test_a_stalled_server_delays_every_request_that_was_due_meanwhile() -> None:
@@ -106,55 +91,54 @@ def test_a_stall_of_the_load_generator_counts_as_latency() -> None:
 # --- one request ------------------------------------------------------------------------------------------------
 
 USAGE = Usage(prompt_tokens_full=100, prompt_tokens=40, completion_tokens=3, media=())
-COST = Cost(USAGE, Timings(0.1, 0, 0.1, 0, 0, 0, 0, 0, 0, 0, 0, generate_s=0.1))
-ANSWER: list[Cost | int | float] = [0.15, 1, 0.2, 2, 0.05, COST]
+FINISHED = Finished(0, FinishReason.LENGTH, USAGE, Timings(0.1, 0, 0.1, 0, 0, 0, 0, 0, 0, 0, 0, generate_s=0.1))
+ANSWER: list[Finished | int | float] = [0.15, 1, 0.2, 2, 0.05, FINISHED]
 
 
-class FakeBackend:
-    """Sleeps at a float, sends a message of as many tokens at an int, raises at an exception and ends at a cost."""
+class FakeClient:
+    """Sleeps at a float, sends a message of as many tokens at an int, raises at an exception."""
 
     def __init__(self, script: list[Any]) -> None:
         self.script = script
         self.options: dict[str, Any] = {}
 
-    async def answer(self, parts: tuple[Part, ...], options: Options, arrived: Callable[[int], None]) -> Cost:
+    async def events(self, messages: Sequence[Message], options: Options) -> AsyncGenerator[Event]:
         self.options = dict(options)
         for step in self.script:
             if isinstance(step, float):
                 await asyncio.sleep(step)
             elif isinstance(step, int):
-                arrived(step)
+                yield Delta(0, "", (7,) * step, ())
             elif isinstance(step, Exception):
                 raise step
-        assert isinstance(self.script[-1], Cost)
-        return self.script[-1]
+            else:
+                yield step
 
 
-async def measured(backend: FakeBackend, *, late_s: float = 0.0, began_ago_s: float = 10.0, **question: Any) -> Record:
+async def measured(client: FakeClient, *, late_s: float = 0.0, began_ago_s: float = 10.0) -> Record:
     """late_s: how long ago the request was due."""
     now_s = asyncio.get_running_loop().time()
-    asked = Question((Text("?"),), Pruning(0.5, "random"), **question)
-    options = Options(max_new_tokens=64, timeout_s=9.0)
-    return await timed(backend, 4, asked, now_s - late_s, now_s - began_ago_s, options)
+    asked, options = Workload(((Text("?"),),)), Options(max_new_tokens=64, timeout_s=9.0)
+    pruning, fake = Pruning(0.5, "random"), cast(GridsieveClient, client)
+    return await timed(fake, 4, asked, pruning, now_s - late_s, now_s - began_ago_s, options)
 
 
 def test_latencies_count_from_when_a_request_was_due() -> None:
-    record = run(measured(FakeBackend(ANSWER), late_s=2.0))
+    record = run(measured(FakeClient(ANSWER), late_s=2.0))
     assert (record.number, record.pruning, record.failure) == (4, Pruning(0.5, "random"), None)
     assert (record.due_s, record.begun_s) == pytest.approx((8.0, 10.0), abs=1e-6)
     assert record.first_token_s == pytest.approx(2.15, abs=1e-6)
     assert record.token_gaps_s == pytest.approx((0.1, 0.1), abs=1e-6)
     assert record.time_per_output_token_s == pytest.approx((0.2 + 0.05) / 2, abs=1e-6)
     assert record.total_s == pytest.approx(2.4, abs=1e-6)
-    assert (record.usage, record.timings) == (COST.usage, COST.timings)
+    assert (record.usage, record.timings) == (USAGE, FINISHED.timings)
 
 
-def test_settings_of_a_question_override_those_of_the_run() -> None:
-    backend = FakeBackend([COST])
-    for own, told in (({}, 64), ({"max_new_tokens": 5}, 5)):
-        run(measured(backend, **own))
-        pruned = {"pruning_rate": 0.5, "pruning_method": "random", "pruning_threshold": None}
-        assert backend.options == {**pruned, "timeout_s": 9.0, "max_new_tokens": told}
+def test_a_request_has_the_settings_of_the_run() -> None:
+    client = FakeClient([FINISHED])
+    run(measured(client))
+    pruned = {"pruning_rate": 0.5, "pruning_method": "random", "pruning_threshold": None}
+    assert client.options == {**pruned, "timeout_s": 9.0, "max_new_tokens": 64}
 
 
 @pytest.mark.parametrize(
@@ -166,7 +150,7 @@ def test_settings_of_a_question_override_those_of_the_run() -> None:
     ids=["rejected midway", "missing file"],
 )
 def test_a_failed_request_has_a_reason_and_no_token_times(script: list[Any], told: tuple[str, ...]) -> None:
-    record = run(measured(FakeBackend(script)))
+    record = run(measured(FakeClient(script)))
     assert record.failure is not None
     assert (record.failure.status, record.failure.reason, record.failure.message) == told
     assert (record.first_token_s, record.token_gaps_s, record.usage, record.timings) == (None, (), None, None)

@@ -1,19 +1,15 @@
-"""Reports of a load: percentiles, throughput, groups, errors; and their text, JSON and plot."""
+"""Reports of a load: percentiles, throughput, groups, errors; and their text and JSON."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gridsieve.bench.measure import Failure, Record
-from gridsieve.bench.report import Distribution, Report, report_json, table
+from gridsieve.bench.report import Report, report_json, table
 from gridsieve.client.answer import Timings, Usage
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.client.prompt import Pruning
 
-PLAIN, PRUNED = Pruning(0.0), Pruning(0.75)
+PLAIN, PRUNED = Pruning(0.0, "evs"), Pruning(0.75, "evs")
 TIMINGS = Timings(1.0, 0.0, 0.1, 0.2, 0.0, 0.1, 0.2, 0.0, 0.1, 0.1, 0.2, generate_s=0.5)
 
 
@@ -38,21 +34,6 @@ RECORDS = [
     failed(5, "RESOURCE_EXHAUSTED", "OVERLOADED", "the queue is full"),
     failed(6, "INVALID_ARGUMENT", "MEDIA_REJECTED", "no picture"),
 ]
-
-
-@settings(max_examples=30)
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300))
-def test_percentiles_are_interpolated_linearly(values: list[float]) -> None:
-    found = Distribution.of(values)
-    assert found is not None
-    ordered = sorted(values)
-    for q, value in ((50, found.p50), (90, found.p90), (99, found.p99)):
-        at = q / 100 * (len(values) - 1)
-        low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
-        assert value == pytest.approx(low + (high - low) * (at - math.floor(at)), abs=1e-6)
-    assert Distribution.of([]) is None
-    assert found.max == ordered[-1]
-    assert found.mean == pytest.approx(sum(values) / len(values))
 
 
 def test_a_report_counts_answered_requests_and_errors_by_reason_with_their_first_message() -> None:

@@ -66,7 +66,7 @@ def test_the_title_of_a_url_has_no_query_and_the_caption_says_what_chose(
         assert result.exit_code == 0, result.stderr
         assert {each.messages[0].parts[0].video.url for each in services.asked if hasattr(each, "messages")} >= {url}
     assert [each[4] for each in drawn] == ["a b.mp4", "data:"]
-    caption = "the change of pixels, before the tower, at threshold 0.125 keeps 4 of 8 tokens"
+    caption = "pixel_change, before the tower, at threshold 0.125 keeps 4 of 8 tokens"
     assert drawn[0][5].startswith(caption)
     encode = next(each for each in services.asked if isinstance(each, encoder_pb2.EncodePrompt))
     assert (encode.pruning.rate, encode.pruning.method, encode.pruning.threshold) == (0, "", 0.125)
@@ -76,12 +76,15 @@ def test_without_a_rate_the_suggestion_is_drawn_and_without_a_method_what_the_se
     inspect: Callable[..., Result], services: FakeServices, clip: str
 ) -> None:
     suggested = {"rate": 0.0, "method": "pixel_change", "seed": None, "threshold": 0.1}
-    for flags in ((), ("--method", "pixel_change")):
+    for flags in ((), ("--pruning-method", "pixel_change")):
         assert json.loads(inspect(clip, *flags, "--json").stdout)["pruning"] == suggested
     by_rate = json.loads(inspect(clip, "--pruning-rate", "0.5", "--json").stdout)["pruning"]
     assert (by_rate["rate"], by_rate["method"]) == (0.5, services.methods[-1])
-    needs = inspect(clip, "--method", "vcast")
-    assert (needs.exit_code, "--method vcast needs --pruning-rate" in " ".join(needs.stderr.split())) == (2, True)
+    needs = inspect(clip, "--pruning-method", "vcast")
+    assert (needs.exit_code, "--pruning-method vcast needs --pruning-rate" in " ".join(needs.stderr.split())) == (
+        2,
+        True,
+    )
     services.methods = ("evs", "none")
     assert "pixel_change" in (refused := inspect(clip).stderr)
     assert "--pruning-rate 0.75" in refused
@@ -100,7 +103,7 @@ def test_json_counts_tokens_by_slice(
     by_slice: list[int],
 ) -> None:
     services.plan, services.kept = SLICES_APART, kept
-    printed = json.loads(inspect(clip, "--method", method, "--pruning-rate", "0.75", "--json").stdout)
+    printed = json.loads(inspect(clip, "--pruning-method", method, "--pruning-rate", "0.75", "--json").stdout)
     assert printed["kept_tokens_by_slice"] == by_slice
     assert (printed["tokens"], printed["kept_tokens"], printed["repaired_frames"]) == (12, sum(by_slice), 2)
     assert printed["pruning"] == {"rate": 0.75, "method": method, "seed": None, "threshold": None}
@@ -125,7 +128,7 @@ def test_several_methods_are_drawn_side_by_side_and_counted_each(
     assert inspect(clip, "--pruning-rate", "0.5").exit_code == 0
     with Image.open(tmp_path / "kept.png") as picture:
         alone = picture.size
-    methods = ("--method", "evs", "--method", "random", "--method", "evs")
+    methods = ("--pruning-method", "evs", "--pruning-method", "random", "--pruning-method", "evs")
     result = inspect(clip, "--pruning-rate", "0.5", *methods, "--json")
     counts = json.loads(result.stdout)
     assert [each["pruning"]["method"] for each in counts] == ["evs", "random"]

@@ -164,7 +164,7 @@ def test_a_service_that_dies_is_noticed_and_never_killed_by_its_reusable_pid(
         with pytest.raises(StartupError, match="encoder was ended by SIGKILL"):
             stack.watch()
         monkeypatch.setattr(os, "killpg", kill)
-        stack.end_at_once()
+        stack.kill()
     assert killed == [stack.processes[name].pid for name in ("preprocessing", "generation")]
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
+
+from gridsieve.__main__ import COMMANDS
 
 # Rejects every third-party import except those that the client may need. typing_extensions is grpcio's own dependency.
 CLIENT_ALONE = """
@@ -42,5 +45,13 @@ def test_the_client_needs_grpcio_protobuf_and_numpy_alone() -> None:
     run(CLIENT_ALONE)
 
 
-def test_the_command_does_not_import_torch() -> None:
-    run("import sys, gridsieve.__main__; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)")
+def test_commands_do_not_import_torch_and_the_help_imports_no_command() -> None:
+    imported = "import sys, importlib, gridsieve.__main__ as main; "
+    every = "[importlib.import_module(module) for module, _ in main.COMMANDS.values()]; "
+    run(f"{imported}{every}sys.exit('torch' in sys.modules or 'transformers' in sys.modules)")
+    run(f"{imported}sys.exit(any(module in sys.modules for module, _ in main.COMMANDS.values()))")
+
+
+def test_the_help_has_the_first_line_of_each_command() -> None:
+    for name, (module, line) in COMMANDS.items():
+        assert getattr(import_module(module), name).__doc__.partition("\n")[0] == line

@@ -15,10 +15,8 @@ from pathlib import Path
 import pytest
 
 from gridsieve.cli.launcher import SERVICES
-from gridsieve.cli.serve import default_pruning
 from gridsieve.common.process import ExitStatus
 from tests.gridsieve.conftest import COMMAND, SIGINT_IGNORED
-from tests.gridsieve.fake_services import FakeServices
 from tests.gridsieve.stack import stopped
 
 ALL = ["generation", "encoder", "preprocessing"]
@@ -178,21 +176,3 @@ def test_under_nohup_a_hangup_has_no_effect_and_requests_that_are_cut_off_make_s
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == ExitStatus.CUT_OFF
     assert stopped(record) == ALL
-
-
-def test_serve_says_how_videos_are_pruned_by_default_as_generation_tells_it(
-    services: FakeServices, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert default_pruning(address) == (
-        "Videos are not pruned unless a request asks for it, as this one does; live sessions drop what does not "
-        "change. For all requests: gridsieve serve --generation-pruning-rate 0.75"
-    )
-    services.methods, services.rate, services.threshold = ("none", "pixel_change"), 0.5, 0.25
-    assert default_pruning(address).startswith(
-        "Videos are pruned by pixel_change at rate 0.5 and threshold 0.25 unless"
-    )
-    services.methods, services.rate, services.threshold = ("none",), 0.0, None
-    assert default_pruning(address) == "Videos are not pruned: this model takes no pruning."
-    assert "GET /v1/models" in default_pruning(f"{address}.nowhere")
-    monkeypatch.setenv("GRIDSIEVE_TOKEN", "short")  # which no client may send
-    assert "GET /v1/models" in default_pruning(address)

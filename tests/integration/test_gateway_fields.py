@@ -11,7 +11,7 @@ import pytest
 from gridsieve.client.prompt import Embeds
 from gridsieve.common.contract.errors import PromptTooLong
 from gridsieve.common.contract.plan import Grid
-from gridsieve.services.gateway.chat.names import FieldNames
+from gridsieve.services.gateway.chat.content import names_of
 from gridsieve.services.gateway.http.errors import in_words
 from tests import media
 from tests.integration.gateway import brought, data_url, question, video
@@ -55,7 +55,7 @@ def refused(http: httpx.Client, body: dict[str, Any]) -> tuple[str, str]:
 def test_a_remedy_names_fields_of_the_body() -> None:
     remedy = "`frame_sampling.max_pixels` 784, or `frame_sampling.fps` 0.5 would fit"
     said = "^too long; mm_processor_kwargs.max_pixels 784, or mm_processor_kwargs.fps 0.5 would fit$"
-    with pytest.raises(PromptTooLong, match=said), in_words(FieldNames().name_of):
+    with pytest.raises(PromptTooLong, match=said), in_words(names_of([], {}).name_of):
         raise PromptTooLong("too long", remedy=remedy)
 
 

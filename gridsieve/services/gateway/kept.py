@@ -22,8 +22,7 @@ from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.retention import BEFORE_TOWER, EVS
 from gridsieve.common.contract.wire import completed, pruning_of
 from gridsieve.common.security.tokens import AUTHORIZATION_KEY
-from gridsieve.services.gateway.chat.content import conversation
-from gridsieve.services.gateway.chat.names import FieldNames
+from gridsieve.services.gateway.chat.content import names_of, turns_of
 from gridsieve.services.gateway.chat.request import parse
 from gridsieve.services.gateway.files import Files
 from gridsieve.services.gateway.http.body import BodyLimit, read_body, unless_left
@@ -50,10 +49,9 @@ class Kept:
             raise InvalidRequest("the kept tokens cannot be told: the gateway was started without --encoder")
         body = await read_body(request, self._body_limit, call.charge)
         chat = await asyncio.to_thread(parse, body)
-        names = FieldNames()
         uploads = partial(self._files.url, owner=call.owner)
-        messages = await asyncio.to_thread(conversation, chat, uploads, names)
-        media = [part for message in messages for part in message.parts if not isinstance(part, Text)]
+        turns = await asyncio.to_thread(turns_of, chat, uploads)
+        media = [part for turn in turns for part in turn.message.parts if not isinstance(part, Text)]
         said = chat.pruning.parsed() if chat.pruning else Pruning()
         pruning = await self._completed(said, call.metadata)
         if said.method is None and pruning.threshold is None and pruning.method in BEFORE_TOWER:
@@ -61,7 +59,7 @@ class Kept:
         access = self._access.copy()
         if token := dict(call.metadata).get(AUTHORIZATION_KEY):
             access["token"] = token.removeprefix("Bearer ")
-        with in_words(names.name_of):
+        with in_words(names_of(turns, {}).name_of):
             encoded = await unless_left(request, encode(self._encoder, media, pruning, chat.cache_salt or "", **access))
         return JSONResponse({"media": [_item(each) for each in encoded]})
 

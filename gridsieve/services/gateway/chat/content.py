@@ -8,15 +8,17 @@ data:video/jpeg;base64,…,…,…         media_io_kwargs say when each is show
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeVar
 
 from gridsieve.client.prompt import Frames, Image, Message, Part, Pruning, Text, Video
 from gridsieve.client.tools import ToolCall
 from gridsieve.common.contract.data_urls import DataUrl, parse_data_url
 from gridsieve.common.contract.errors import InvalidRequest, within
-from gridsieve.services.gateway.chat.names import FieldNames, MediaNames
+from gridsieve.services.gateway.chat.names import FieldNames, MediaNames, TurnNames
 from gridsieve.services.gateway.chat.request import (
+    AnyPart,
     ChatMessage,
     ChatRequest,
     EmbedsPart,
@@ -44,25 +46,59 @@ Source: TypeAlias = dict[str, Any]
 """Where media come from, for Image and Video."""
 
 
-def conversation(request: ChatRequest, uploads: Uploads, names: FieldNames) -> list[Message]:
-    """The turns. names: gets where the media of each are. Raises InvalidRequest for a part that cannot be what it
-    says, and for one that its role cannot have."""
-    messages = []
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    message: Message
+    names: TurnNames
+
+
+def turns_of(request: ChatRequest, uploads: Uploads) -> list[Turn]:
+    """Raises InvalidRequest for a part that cannot be what it says, and for one that its role cannot have."""
+
+    def read(part: AnyPart, name: str) -> tuple[Part, MediaNames | None]:
+        return _part(part, name, request, uploads)
+
+    turns = []
     for number, message in enumerate(request.messages):
         name = f"messages[{number}]"
         _check_role(message, name)
-        _note(request, message, number, names)
-        calls = [ToolCall(each.id, each.function.name, each.function.arguments) for each in message.tool_calls or ()]
-        messages.append(
-            Message(
-                "system" if message.role == "developer" else message.role,
-                tuple(_parts(message, f"{name}.content", request, uploads)),
-                tuple(calls),
-                message.tool_call_id or "",
-                (message.name or "") if message.role == "tool" else "",
-            )
+        parts, names = content_of(message.content, f"{name}.content", read)
+        calls = message.tool_calls or ()
+        turn = Message(
+            "system" if message.role == "developer" else message.role,
+            parts,
+            tuple(ToolCall(each.id, each.function.name, each.function.arguments) for each in calls),
+            message.tool_call_id or "",
+            (message.name or "") if message.role == "tool" else "",
         )
-    return messages
+        of_calls = [f"{name}.tool_calls[{place}]" for place in range(len(calls))]
+        turns.append(Turn(turn, replace(names, turn=name, call_id=f"{name}.tool_call_id", calls=of_calls)))
+    return turns
+
+
+def names_of(turns: Sequence[Turn], options: Mapping[str, str]) -> FieldNames:
+    """options: as of FieldNames."""
+    return FieldNames([turn.names for turn in turns], "messages", options, ("function",))
+
+
+def content_of(
+    content: str | Sequence[P] | None, name: str, read: Callable[[P, str], tuple[Part, MediaNames | None]]
+) -> tuple[tuple[Part, ...], TurnNames]:
+    """The parts of a turn, and where they came from.
+
+    read: makes a part of one in the content, whose name it gets; with its names, if it is an image or a video.
+    """
+    if content is None:
+        return (), TurnNames("", name)
+    if isinstance(content, str):
+        return (Text(content),), TurnNames("", name)
+    names = [f"{name}[{number}]" for number in range(len(content))]
+    parts = [read(part, place) for part, place in zip(content, names, strict=True)]
+    media = {number: of_media for number, (_, of_media) in enumerate(parts) if of_media}
+    return tuple(part for part, _ in parts), TurnNames("", name, parts=names, media=media)
 
 
 def _check_role(message: ChatMessage, name: str) -> None:
@@ -74,18 +110,6 @@ def _check_role(message: ChatMessage, name: str) -> None:
         raise InvalidRequest("must be set: the role is tool", field=f"{name}.tool_call_id")
     if message.content is None and not message.tool_calls:
         raise InvalidRequest(field=f"{name}.content", limit="set")
-
-
-def _note(request: ChatRequest, message: ChatMessage, number: int, names: FieldNames) -> None:
-    if message.content is None or isinstance(message.content, str):
-        return
-    for place, part in enumerate(message.content):
-        here = f"messages[{number}].content[{place}]"
-        if isinstance(part, EmbedsPart):
-            pruning = f"{here}.pruning" if part.pruning else "pruning"
-            names.media[number, place] = MediaNames(f"{here}.{part.type}", pruning)
-        elif not isinstance(part, TextPart):
-            names.media[number, place] = media_names(part, request, here, _location_of(part))
 
 
 def media_names(part: MediaOptions, request: MediaOptions, here: str, location: str) -> MediaNames:
@@ -111,21 +135,16 @@ def _location_of(part: MediaPart) -> str:
     return part.type if isinstance(location, str) else f"{part.type}.url"
 
 
-def _parts(message: ChatMessage, name: str, request: ChatRequest, uploads: Uploads) -> list[Part]:
-    if message.content is None:
-        return []
-    if isinstance(message.content, str):
-        return [Text(message.content)]
-    return [
-        Text(part.text) if isinstance(part, TextPart) else _of_part(part, f"{name}[{place}]", request, uploads)
-        for place, part in enumerate(message.content)
-    ]
-
-
-def _of_part(part: MediaPart | EmbedsPart, name: str, request: ChatRequest, uploads: Uploads) -> Image | Video:
+def _part(part: AnyPart, name: str, request: ChatRequest, uploads: Uploads) -> tuple[Part, MediaNames | None]:
+    if isinstance(part, TextPart):
+        return Text(part.text), None
     if isinstance(part, EmbedsPart):
-        return _of_embeds(part, name)
-    return media(_source(part, name, uploads), name, part, request, asks_for_image=isinstance(part, ImageURLPart))
+        return _of_embeds(part, name), MediaNames(
+            f"{name}.{part.type}", f"{name}.pruning" if part.pruning else "pruning"
+        )
+    source = _source(part, name, uploads)
+    item = media(source, name, part, request, asks_for_image=isinstance(part, ImageURLPart))
+    return item, media_names(part, request, name, _location_of(part))
 
 
 def _of_embeds(part: EmbedsPart, name: str) -> Image | Video:

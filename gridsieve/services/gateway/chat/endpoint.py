@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from gridsieve.services.gateway.chat.completion import CompletionWriter
-from gridsieve.services.gateway.chat.content import conversation
-from gridsieve.services.gateway.chat.names import FieldNames
+from gridsieve.services.gateway.chat.content import names_of, turns_of
 from gridsieve.services.gateway.chat.options import options_of
 from gridsieve.services.gateway.chat.request import StreamOptions, parse
 from gridsieve.services.gateway.files import Uploads
@@ -15,13 +14,14 @@ from gridsieve.services.gateway.questions import Question
 
 def translated(body: bytearray, uploads: Uploads) -> Question:
     """The question in a body. Raises InvalidRequest."""
-    chat, names = parse(body), FieldNames()
+    chat = parse(body)
+    turns, (options, names) = turns_of(chat, uploads), options_of(chat)
     return Question(
         model=chat.model,
         is_streamed=bool(chat.stream),
-        messages=conversation(chat, uploads, names),
-        options=options_of(chat, names),
+        messages=[turn.message for turn in turns],
+        options=options,
         writer=partial(CompletionWriter, chat.stream_options or StreamOptions()),
         logged={"user": chat.user, "metadata": chat.metadata},
-        name_of=names.name_of,
+        name_of=names_of(turns, names).name_of,
     )

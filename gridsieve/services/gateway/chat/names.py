@@ -17,32 +17,43 @@ class MediaNames:
     sampling: of the fields of FrameSampling that the caller set."""
 
     location: str
-    pruning: str = "pruning"
+    pruning: str
     sampling: Mapping[str, str] = field(default_factory=dict)
 
 
-class FieldNames:
-    """media: by message and part. options: of fields of Sampling, by their names there, where they differ."""
+@dataclass(frozen=True, slots=True)
+class TurnNames:
+    """turn, content, call_id: of a turn, its content, and the call whose result it is. parts, calls: of each part and
+    each tool call. media: by part, those of images and videos."""
 
-    def __init__(self) -> None:
-        self.media: dict[tuple[int, int], MediaNames] = {}
-        self.options: dict[str, str] = {}
+    turn: str
+    content: str
+    call_id: str = ""
+    parts: Sequence[str] = ()
+    calls: Sequence[str] = ()
+    media: Mapping[int, MediaNames] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """turns: of each message; all_turns: the field that holds them. options: of fields of Sampling, by their names
+    there, where they differ. function: the field of a tool, and of a call, that has its name; empty: it has it itself.
+    """
+
+    turns: Sequence[TurnNames]
+    all_turns: str
+    options: Mapping[str, str] = field(default_factory=dict)
+    function: Sequence[str] = ()
 
     def name_of(self, field: str) -> str:
         """The caller's name of a field of the gRPC request."""
         match steps_of(field):
-            case "prompt", "messages", int(message), "parts", int(place), "image" | "video", *rest:
-                return self._of_media(message, place, rest)
-            case "prompt", "messages", int(message), "parts", int(place), *_:
-                return f"messages[{message}].content[{place}]"
-            case "prompt", "messages", int(message), "parts":
-                return f"messages[{message}].content"
-            case "prompt", "messages", int(message), "tool_calls", int(call), "name" | "arguments" as name:
-                return f"messages[{message}].tool_calls[{call}].function.{name}"
+            case "prompt", "messages", int(index), *rest if index < len(self.turns):
+                return self._of_turn(self.turns[index], rest)
             case "prompt", "messages", *rest:
-                return path_of("messages", *rest)
+                return self.all_turns
             case "prompt", "tools", int(index), *rest:
-                return path_of("tools", index, "function", *rest)
+                return path_of("tools", index, *self.function, *rest)
             case "prompt", "tools":
                 return "tools"
             case "prompt", "template_options", *rest:
@@ -54,23 +65,38 @@ class FieldNames:
             case "sampling", str(name), *rest:
                 return path_of(self.options.get(name, name), *rest)
             case "frame_sampling", str(name):
-                return self._of_sampling(name, None)
+                return _of_sampling(name, {})
         return field
 
-    def _of_media(self, message: int, place: int, rest: Sequence[str | int]) -> str:
-        own = self.media.get((message, place))
-        location = own.location if own else f"messages[{message}].content[{place}]"
-        match rest:
-            case "frame_sampling", str(name), *_:
-                return self._of_sampling(name, own)
-            case "pruning", str(name):
-                return f"{own.pruning if own else 'pruning'}.{name}"
-            case "frames", "pictures" | "timestamps_s" as kind, int(number):  # the caller has one field for all frames
-                return f"{location} at {_OF_FRAME[kind]} {number}"
-            case "embeds", *fields:  # the caller has the tensor's fields beside the others
-                return path_of(location, *(each for each in fields if each != "tensor"))
-        return location
+    def _of_turn(self, turn: TurnNames, steps: Sequence[str | int]) -> str:
+        match steps:
+            case "parts", int(number), "image" | "video", *rest if number in turn.media:
+                return _of_media(turn.media[number], rest)
+            case "parts", int(number), *_ if number < len(turn.parts):
+                return turn.parts[number]
+            case "parts", *_:
+                return turn.content
+            case "tool_calls", int(number), "name" | "arguments" as name if number < len(turn.calls):
+                return path_of(turn.calls[number], *self.function, name)
+            case "tool_calls", int(number), *rest if number < len(turn.calls):
+                return path_of(turn.calls[number], *rest)
+            case ("tool_call_id",):
+                return turn.call_id
+        return path_of(turn.turn, *steps)
 
-    def _of_sampling(self, name: str, own: MediaNames | None) -> str:
-        known = own.sampling.get(name) if own else None
-        return known or f"mm_processor_kwargs.{_FRAME_CHOICE.get(name, name)}"
+
+def _of_media(names: MediaNames, steps: Sequence[str | int]) -> str:
+    match steps:
+        case "frame_sampling", str(name), *_:
+            return _of_sampling(name, names.sampling)
+        case "pruning", str(name):
+            return f"{names.pruning}.{name}"
+        case "frames", "pictures" | "timestamps_s" as kind, int(number):  # the caller has one field for all frames
+            return f"{names.location} at {_OF_FRAME[kind]} {number}"
+        case "embeds", *fields:  # the caller has the tensor's fields beside the others
+            return path_of(names.location, *(each for each in fields if each != "tensor"))
+    return names.location
+
+
+def _of_sampling(name: str, known: Mapping[str, str]) -> str:
+    return known.get(name) or f"mm_processor_kwargs.{_FRAME_CHOICE.get(name, name)}"

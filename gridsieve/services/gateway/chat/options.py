@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from gridsieve.client.prompt import Options
 from gridsieve.client.tools import Tool
 from gridsieve.common.contract.errors import InvalidRequest
-from gridsieve.services.gateway.chat.names import FieldNames
-from gridsieve.services.gateway.chat.request import ChatRequest, MediaOptions, NamedTool, ObjectFormat, SchemaFormat
+from gridsieve.services.gateway.chat.request import (
+    ChatRequest,
+    FunctionDefinition,
+    FunctionName,
+    NamedTool,
+    ObjectFormat,
+    PruningFields,
+    SchemaFormat,
+)
 
 _TOKEN_DIGITS = 10
 
@@ -19,41 +26,42 @@ _SAME_NAMES = (
 )
 
 
-def options_of(request: ChatRequest, names: FieldNames) -> Options:
-    """names: gets those that differ. Raises InvalidRequest for fields that contradict one another."""
+def options_of(request: ChatRequest) -> tuple[Options, dict[str, str]]:
+    """The options, and the body's names of fields of Sampling, where they differ. Raises InvalidRequest for fields that
+    contradict one another."""
     options = Options()
     given: Mapping[str, object] = {name: getattr(request, name) for name in _SAME_NAMES}
     options.update({name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]
-    if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
-        text = f"must not differ from max_completion_tokens, got {request.max_tokens} and "
-        raise InvalidRequest(f"{text}{request.max_completion_tokens}", field="max_tokens")
-    options["max_new_tokens"] = (
-        request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    )
-    names.options["max_new_tokens"] = "max_completion_tokens" if request.max_tokens is None else "max_tokens"
-    if request.min_tokens is not None:
-        options["min_new_tokens"] = request.min_tokens
-        names.options["min_new_tokens"] = "min_tokens"
-    if request.seed is not None and request.seed != -1:  # vLLM's spelling of "any"
+    most, older = request.max_completion_tokens, request.max_tokens
+    if older is not None and most not in (None, older):
+        text = f"must not differ from max_completion_tokens, got {older} and {most}"
+        raise InvalidRequest(text, field="max_tokens")
+    options["max_new_tokens"] = older if most is None else most
+    options["min_new_tokens"] = request.min_tokens
+    names = {
+        "max_new_tokens": "max_completion_tokens" if older is None else "max_tokens",
+        "min_new_tokens": "min_tokens",
+    }
+    if request.seed != -1:  # vLLM's spelling of "any"
         options["seed"] = request.seed
     if request.logit_bias:
         options["logit_bias"] = {_token_id(token): bias for token, bias in request.logit_bias.items()}
-    if request.top_k is not None:
-        options["top_k"] = 0 if request.top_k == -1 else request.top_k  # vLLM's spelling of "all"
-    if request.stop is not None:
-        options["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
-    options.update(pruning_of(request))
+    options["top_k"] = 0 if request.top_k == -1 else request.top_k  # vLLM's spelling of "all"
+    options["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
+    options.update(pruning_of(request.pruning))
     options["template_options"] = template_options_of(request.chat_template_kwargs)
-    _set_structure(options, request, names)
-    _set_tools(options, request)
-    return options
+    names["json_schema"] = _set_structure(options, request)
+    choice = request.tool_choice
+    named = choice.function if isinstance(choice, NamedTool) else choice
+    set_tools(options, [each.function for each in request.tools or ()], named, "tool_choice.function.name")
+    return options, names
 
 
-def pruning_of(request: MediaOptions) -> Options:
+def pruning_of(fields: PruningFields | None) -> Options:
     """The pruning of videos that do not say their own."""
-    if request.pruning is None:
+    if fields is None:
         return Options()
-    pruning = request.pruning.parsed()
+    pruning = fields.parsed()
     return Options(
         pruning_rate=pruning.rate,
         pruning_method=pruning.method,
@@ -67,17 +75,16 @@ def template_options_of(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return {name: value for name, value in (given or {}).items() if (name, value) != ("add_generation_prompt", True)}
 
 
-def _set_structure(options: Options, request: ChatRequest, names: FieldNames) -> None:
-    other = request.structured_outputs
+def _set_structure(options: Options, request: ChatRequest) -> str:
+    """The field that says it."""
+    name, other = "json_schema", request.structured_outputs
     match request.response_format:
         case ObjectFormat():
-            options["json_object"] = True
-            names.options["json_schema"] = "response_format"
+            options["json_object"], name = True, "response_format"
         case SchemaFormat(json_schema=given_schema):
-            options["json_schema"] = given_schema.schema_
-            names.options["json_schema"] = "response_format.json_schema.schema"
+            options["json_schema"], name = given_schema.schema_, "response_format.json_schema.schema"
     if other is None or (other.json_ is None and not other.json_object):
-        return
+        return name
     if "json_object" in options or "json_schema" in options:
         text = "must not be set with response_format: it is another name of it"
         raise InvalidRequest(text, field="structured_outputs")
@@ -86,28 +93,28 @@ def _set_structure(options: Options, request: ChatRequest, names: FieldNames) ->
         raise InvalidRequest(text, field="structured_outputs.json_object")
     if other.json_object:
         options["json_object"] = True
-        names.options["json_schema"] = "structured_outputs.json_object"
-    else:
-        options["json_schema"] = other.json_
-        names.options["json_schema"] = "structured_outputs.json"
+        return "structured_outputs.json_object"
+    options["json_schema"] = other.json_
+    return "structured_outputs.json"
 
 
-def _set_tools(options: Options, request: ChatRequest) -> None:
-    tools = [
-        Tool(each.function.name, each.function.description, each.function.parameters, bool(each.function.strict))
-        for each in request.tools or ()
-    ]
-    if tools:
-        options["tools"] = tools
-    choice = request.tool_choice
-    if isinstance(choice, NamedTool):
-        named = next((tool for tool in tools if tool.name == choice.function.name), None)
-        if named is None:
-            name = choice.function.name
-            raise InvalidRequest(field="tool_choice.function.name", limit="one of the tools", value=name)
-        options["tool_choice"] = named
-    elif choice is not None:
+def set_tools(
+    options: Options,
+    functions: Sequence[FunctionDefinition],
+    choice: Literal["none", "auto", "required"] | FunctionName | None,
+    name: str,
+) -> None:
+    """name: of the field of a function that must be called. Raises InvalidRequest if that is none of the tools."""
+    tools = [Tool(each.name, each.description, each.parameters, bool(each.strict)) for each in functions]
+    options["tools"] = tools
+    if not isinstance(choice, FunctionName):
         options["tool_choice"] = choice
+        return
+    chosen = next((tool for tool in tools if tool.name == choice.name), None)
+    if chosen is None:
+        known = ", ".join(tool.name for tool in tools) or "none"
+        raise InvalidRequest(field=name, limit=f"one of the tools ({known})", value=choice.name)
+    options["tool_choice"] = chosen
 
 
 def _token_id(text: str) -> int:

@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from gridsieve.client.prompt import Embeds as Brought
-from gridsieve.client.prompt import Pruning as Said
+from gridsieve.client.prompt import Embeds, Pruning
 from gridsieve.common.contract.data_urls import DataUrl
 from gridsieve.common.contract.errors import InvalidRequest, within
 from gridsieve.common.contract.plan import Grid
@@ -33,7 +32,7 @@ def _single(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-class Pruning(Strict):
+class PruningFields(Strict):
     """How the tokens of videos are pruned."""
 
     rate: float | None = None
@@ -41,9 +40,9 @@ class Pruning(Strict):
     seed: int | None = None
     threshold: float | None = None
 
-    def parsed(self) -> Said:
+    def parsed(self) -> Pruning:
         """Raises InvalidRequest as the client's."""
-        return Said(self.rate, self.method, self.seed, self.threshold)
+        return Pruning(self.rate, self.method, self.seed, self.threshold)
 
 
 class FrameChoice(Strict):
@@ -97,7 +96,7 @@ class TokenGrid(Strict):
     w: Int32
 
 
-class Embeds(Strict):
+class EmbedsFields(Strict):
     """The vision tower's output for an image or a video: gRPC's MediaEmbeds, whose tensor is its bytes, little-endian
     and in C order, in base64."""
 
@@ -109,7 +108,7 @@ class Embeds(Strict):
     seconds_per_grid: float | None = None
     timestamps_s: list[float] | None = None
 
-    def parsed(self) -> Brought:
+    def parsed(self) -> Embeds:
         """Raises InvalidRequest for data that are not base64, and a grid without tokens or of too many."""
         with within("data"):
             data = DataUrl("", is_base64=True, body=self.data.encode()).data
@@ -117,7 +116,7 @@ class Embeds(Strict):
             grid = Grid(self.grid.t, self.grid.h, self.grid.w)
         except ValueError as error:
             raise InvalidRequest(f"is invalid: {error}", field="grid") from error
-        return Brought(
+        return Embeds(
             data,
             grid,
             dtype=self.dtype,
@@ -129,7 +128,7 @@ class Embeds(Strict):
 
 
 class Pruned(Strict):
-    pruning: Pruning | None = None
+    pruning: PruningFields | None = None
 
 
 class MediaOptions(Pruned):
@@ -173,12 +172,12 @@ class FilePart(MediaOptions, Marked):
 
 class ImageEmbedsPart(Pruned, Marked):
     type: Literal["image_embeds"]
-    image_embeds: Embeds
+    image_embeds: EmbedsFields
 
 
 class VideoEmbedsPart(Pruned, Marked):
     type: Literal["video_embeds"]
-    video_embeds: Embeds
+    video_embeds: EmbedsFields
 
 
 MediaPart: TypeAlias = ImageURLPart | VideoURLPart | InputVideoPart | FilePart

@@ -8,33 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, Unavailable
+from gridsieve.client.events import error_of, refusal_of
 from gridsieve.common.telemetry.logs import add_request_stats
-from gridsieve.services.gateway.realtime.events import (
-    Answer,
-    Conversation,
-    Names,
-    ServerEvent,
-    error_event,
-    own_event,
-)
-from gridsieve.services.gateway.realtime.options import name_of, trigger_id
+from gridsieve.services.gateway.realtime.events import Answer, ItemChain, Names, ServerEvent, error_event, own_event
+from gridsieve.services.gateway.realtime.options import name_of
 from gridsieve.services.gateway.realtime.request import LiveFields, ResponseFields, SessionFields
-from gridsieve.v1.generation_pb2 import (
-    DROP_REASON_REFUSED,
-    FINISH_REASON_REFUSED,
-    LiveDropped,
-    LiveFinished,
-    LiveOpen,
-    LiveResponse,
-)
+from gridsieve.v1.generation_pb2 import DROP_REASON_REFUSED, LiveDropped, LiveFinished, LiveOpen, LiveResponse
 
 
 class Answers:
     """sent: the client's event that had a frame, by the frame's number, and the part of its item; None: unknown."""
 
     def __init__(self, names: Names, sent: Callable[[int], tuple[str | None, int] | None] = lambda _: None) -> None:
-        self.conversation = Conversation(names.new("conv"))
+        self.items = ItemChain(names.new("conv"))
         self._names, self._sent = names, sent
         self._triggers: dict[str, tuple[ResponseFields, int | None]] = {}  # with the limit of the answer's tokens
         self._running: dict[str, Answer] = {}  # by the id that generation knows
@@ -48,15 +34,15 @@ class Answers:
         """What follows is told by a session that was opened so. Its triggers keep what it was opened with."""
         triggers = zip((fields.gridsieve or LiveFields()).triggers or (), opened.triggers, strict=True)
         self._triggers = {
-            trigger_id(index): (given.response, message.ask.sampling.max_new_tokens or None)
-            for index, (given, message) in enumerate(triggers)
+            message.ask.ask_id: (given.response, message.ask.sampling.max_new_tokens or None)
+            for given, message in triggers
         }
 
     def new(self, fields: ResponseFields, limit: int | None, event_id: str | None) -> Answer:
-        """An answer that nobody has asked for yet; see `add`. Takes the arguments of Answer."""
-        return Answer(self._names, fields, limit, self.conversation, event_id)
+        """An answer that nobody has asked for yet; see `begin`. Takes the arguments of Answer."""
+        return Answer(self._names, fields, limit, self.items, event_id)
 
-    def add(self, ask_id: str, answer: Answer) -> ServerEvent:
+    def begin(self, ask_id: str, answer: Answer) -> ServerEvent:
         """What is told first of an answer. ask_id: of its question, for generation."""
         self._running[ask_id] = answer
         return answer.created()
@@ -64,10 +50,10 @@ class Answers:
     def events(self, response: LiveResponse) -> Iterator[ServerEvent]:
         match response.WhichOneof("response"):
             case "delta":
-                yield from self._begin(response.delta.ask_id)
+                yield from self._begin_trigger(response.delta.ask_id)
                 yield from self._running[response.delta.ask_id].delta(response.delta.delta.text)
             case "finished":
-                yield from self._begin(response.finished.ask_id)
+                yield from self._begin_trigger(response.finished.ask_id)
                 yield from self._finish(response.finished)
             case _:
                 add_request_stats(prompt_tokens=sum(response.slice.kept.shape))  # [K]; of others: none
@@ -76,38 +62,25 @@ class Answers:
                 if event := own_event(self._names, response):
                     yield event
 
-    def _begin(self, ask_id: str) -> Iterator[ServerEvent]:
+    def _begin_trigger(self, ask_id: str) -> Iterator[ServerEvent]:
         """An answer that a trigger asked for begins with its first response."""
         if ask_id not in self._running:
             fields, limit = self._triggers[ask_id]
-            yield self.add(ask_id, self.new(fields, limit, None))
+            yield self.begin(ask_id, self.new(fields, limit, None))
 
     def _finish(self, finished: LiveFinished) -> Iterator[ServerEvent]:
         answer, usage = self._running.pop(finished.ask_id), finished.finished.usage
         asked = usage.prompt_tokens - usage.cached_prompt_tokens  # without what the session held before it
         add_request_stats(prompt_tokens=asked, completion_tokens=usage.completion_tokens)
-        if error := _error_of(finished):
+        error = error_of(finished) if finished.error else None
+        if error:
+            error.rename(name_of, {})
             yield error_event(self._names, error, answer.event_id)
         yield from answer.finished(finished, error)
 
     def _refused(self, dropped: LiveDropped) -> ServerEvent:
         """The error about a frame that was refused."""
         event_id, part = (dropped.HasField("frame") and self._sent(dropped.frame)) or (None, None)
-        error = _refusal(dropped.error, dropped.error_field, partial(name_of, part=part))
+        error = refusal_of(dropped)
+        error.rename(partial(name_of, part=part), {})
         return error_event(self._names, error, event_id)
-
-
-def _error_of(finished: LiveFinished) -> GridsieveError | None:
-    """Why a question has no answer; None: it has one."""
-    if not finished.error:
-        return None
-    if finished.finished.reason != FINISH_REASON_REFUSED:
-        return Unavailable(finished.error, "generation")
-    return _refusal(finished.error, finished.error_field, name_of)
-
-
-def _refusal(error: str, field: str, name: Callable[[str], str]) -> InvalidRequest:
-    """The error that generation told. field: what it is about, in gRPC's name; empty: nothing."""
-    if not field:
-        return InvalidRequest(error)
-    return InvalidRequest(error.removeprefix(f"{field} "), field=name(field))

@@ -12,9 +12,9 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from gridsieve.common.contract.errors import Unavailable
 from gridsieve.services.gateway.http.request_guard import Call
 from gridsieve.services.gateway.models import Models
+from gridsieve.services.gateway.realtime.connection import Connection
 from gridsieve.services.gateway.realtime.events import Names, ServerEvent, dumped, error_event
 from gridsieve.services.gateway.realtime.live import Generation
-from gridsieve.services.gateway.realtime.session import Session
 
 _SUBPROTOCOL = "realtime"
 _SERVICE_RESTART, _INTERNAL_ERROR = 1012, 1011
@@ -34,8 +34,8 @@ class Realtime:
         with suppress(WebSocketDisconnect):
             try:
                 async with call.drain.limited(), self._generation.live(call) as live:
-                    session = Session(names, send, live, model, name, call.request_id, call.charge)
-                    await session.run(_messages(socket))
+                    connection = Connection(names, send, live, model, name, call.request_id, call.charge)
+                    await connection.run(_messages(socket))
             except WebSocketDisconnect:
                 raise
             except Exception as error:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
 
+from gridsieve.client.events import DROP_REASONS, STREAM_STATES, WALL_CLOCKS, known
 from gridsieve.common.contract.errors import GridsieveError
 from gridsieve.common.contract.wire import int32_array
 from gridsieve.services.gateway.http.errors import body_of
@@ -34,18 +35,6 @@ _STATUSES = {
     generation_pb2.FINISH_REASON_LENGTH: ("incomplete", "max_output_tokens"),
     generation_pb2.FINISH_REASON_CANCELLED: ("cancelled", "client_cancelled"),
 }
-_DROPS = {
-    generation_pb2.DROP_REASON_LATE: "late",
-    generation_pb2.DROP_REASON_UNAVAILABLE: "unavailable",
-    generation_pb2.DROP_REASON_REFUSED: "refused",
-    generation_pb2.DROP_REASON_NO_ROOM: "no_room",
-}
-_STATES = {
-    generation_pb2.STREAM_STATE_PLAYING: "playing",
-    generation_pb2.STREAM_STATE_LOST: "lost",
-    generation_pb2.STREAM_STATE_ENDED: "ended",
-}
-_CLOCKS = {generation_pb2.WALL_CLOCK_CAMERA: "camera", generation_pb2.WALL_CLOCK_SERVICE: "service"}
 _KINDS = {b"\x89PNG": "png", b"RIFF": "webp"}
 """Of pictures, by their first bytes. The services make JPEG."""
 
@@ -124,13 +113,13 @@ def _item(item_id: str, role: str, status: str, content: list[dict[str, Any]]) -
 
 
 @dataclass(slots=True)
-class Conversation:
-    """last: its last item."""
+class ItemChain:
+    """The items of a session. id: the conversation's. last: the id of its last item."""
 
     id: str
     last: str | None = None
 
-    def add(self, item_id: str) -> str | None:
+    def append(self, item_id: str) -> str | None:
         """The item before it."""
         previous, self.last = self.last, item_id
         return previous
@@ -144,7 +133,7 @@ class Answer:
     names: Names
     fields: ResponseFields
     limit: int | None
-    conversation: Conversation
+    items: ItemChain
     event_id: str | None = None
     previous: str | None = None
     id: str = ""
@@ -197,7 +186,7 @@ class Answer:
         self.begun = True
         yield self._event("output_item.added", output_index=0, item=self._message("in_progress"))
         if self.stays:
-            item, self.previous = self._message("in_progress"), self.conversation.add(self.item_id)
+            item, self.previous = self._message("in_progress"), self.items.append(self.item_id)
             yield self.names.event("conversation.item.added", item=item, previous_item_id=self.previous)
         yield self._event("content_part.added", part={"type": "text", "text": ""}, **self._place())
 
@@ -225,7 +214,7 @@ class Answer:
             "status": status,
             "status_details": details,
             "output": output or [],
-            "conversation_id": self.conversation.id if self.stays else None,
+            "conversation_id": self.items.id if self.stays else None,
             "output_modalities": ["text"],
             "max_output_tokens": self.limit or "inf",
             "metadata": self.fields.metadata,
@@ -257,8 +246,9 @@ def _session_usage(usage: LiveUsage) -> dict[str, int]:
 def _filmed(told: LiveFinished | LiveSlice) -> dict[str, Any]:
     """When its last frame was filmed, by whose clock, and the frame where the session asks for it."""
     filmed: dict[str, Any] = {}
-    if clock := _CLOCKS.get(told.wall_clock):
-        filmed |= {"wall_time_s": told.wall_time_s, "wall_clock": clock}
+    if told.wall_clock:
+        clock = known(WALL_CLOCKS, told.wall_clock, "wall clock")
+        filmed |= {"wall_time_s": told.wall_time_s, "wall_clock": clock.value}
     return filmed | ({"snapshot": told.snapshot} if told.snapshot else {})
 
 
@@ -277,16 +267,15 @@ def own_event(names: Names, response: LiveResponse) -> ServerEvent | None:
                 **_filmed(piece),
             )
         case "stream":
-            stream = response.stream
-            reason = stream.reason.removeprefix("open.source ")
-            return names.event("gridsieve.stream", state=_STATES.get(stream.state, "other"), reason=reason)
+            state = known(STREAM_STATES, response.stream.state, "stream state")
+            reason = response.stream.reason.removeprefix("open.source ")
+            return names.event("gridsieve.stream", state=state.value, reason=reason)
         case "evicted":
             evicted = response.evicted
             return names.event("gridsieve.evicted", segments=evicted.segments, tokens=evicted.tokens)
         case "dropped":
-            dropped = response.dropped
-            reason = _DROPS.get(dropped.reason, "other")
-            return names.event("gridsieve.dropped", frames=dropped.frames, reason=reason)
+            drop_reason = known(DROP_REASONS, response.dropped.reason, "drop reason")
+            return names.event("gridsieve.dropped", frames=response.dropped.frames, reason=drop_reason.value)
         case "restarted":
             return names.event("gridsieve.restarted", segments=response.restarted.segments)
     return None

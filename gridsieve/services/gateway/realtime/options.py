@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from gridsieve.client.messages import generate_request
-from gridsieve.client.prompt import Message, Options, Text
-from gridsieve.common.contract.errors import InvalidRequest, path_of, steps_of, within
-from gridsieve.services.gateway.chat.options import pruning_of
-from gridsieve.services.gateway.chat.request import MediaOptions
+from gridsieve.client.live_events import Snapshots
+from gridsieve.client.messages import live_ask, live_open
+from gridsieve.client.prompt import LiveOptions, Sampling, Trigger
+from gridsieve.common.contract.errors import InvalidRequest, path_of, steps_of
 from gridsieve.services.gateway.realtime.request import LiveFields, ResponseFields, SessionFields
 from gridsieve.v1 import generation_pb2
 
@@ -23,11 +22,18 @@ _RESPONSE_NAMES = {
 def open_message(session: SessionFields, request_id: str, adapter: str | None) -> generation_pb2.LiveOpen:
     """Raises InvalidRequest in gRPC's names, see `name_of`."""
     own = session.gridsieve or LiveFields()
-    messages = [Message("system", (Text(session.instructions),))] if session.instructions else []
-    request = generate_request(messages, pruning_of(MediaOptions(pruning=own.pruning)))
-    opened = generation_pb2.LiveOpen(
-        messages=request.prompt.messages,
-        pruning=request.pruning if own.pruning else None,
+    triggers = []
+    for index, each in enumerate(own.triggers or ()):
+        question, transient = each.response.instructions, each.response.conversation == "none"
+        if not question:
+            raise InvalidRequest(field=f"open.triggers[{index}].response.instructions", limit="set")
+        sampling = _sampling(each.response, session)
+        triggers.append(
+            Trigger(question, every_s=each.every_s, on_change=each.on_change, transient=transient, sampling=sampling)
+        )
+    options = LiveOptions(
+        system=session.instructions,
+        pruning=own.pruning.parsed() if own.pruning else None,
         fps=own.fps,
         max_pixels=own.max_pixels,
         window_tokens=own.window_tokens,
@@ -38,36 +44,25 @@ def open_message(session: SessionFields, request_id: str, adapter: str | None) -
         source=own.source,
         source_name=own.source_name,
         reopens=own.reopens,
-        snapshots=f"SNAPSHOTS_{own.snapshots.upper()}" if own.snapshots else None,
+        snapshots=Snapshots(own.snapshots) if own.snapshots else None,
+        triggers=triggers,
     )
-    for index, trigger in enumerate(own.triggers or ()):
-        name = f"open.triggers[{index}]"
-        if not trigger.response.instructions:
-            raise InvalidRequest(field=f"{name}.response.instructions", limit="set")
-        with within(name):
-            ask = ask_message(trigger_id(index), [trigger.response.instructions], trigger.response, session)
-        opened.triggers.add(ask=ask, every_s=trigger.every_s, on_change=trigger.on_change)
-    return opened
-
-
-def trigger_id(index: int) -> str:
-    """The id with which generation answers a trigger."""
-    return f"trigger_{index}"
+    return live_open(options)
 
 
 def ask_message(
     ask_id: str, texts: Sequence[str], response: ResponseFields, session: SessionFields
 ) -> generation_pb2.LiveAsk:
     """texts: the question. Raises InvalidRequest in gRPC's names."""
+    return live_ask(ask_id, texts, response.conversation == "none", _sampling(response, session))
+
+
+def _sampling(response: ResponseFields, session: SessionFields) -> Sampling:
     temperature = session.temperature if response.temperature is None else response.temperature
-    options = Options(max_new_tokens=limit_of(response, session), temperature=temperature)
+    sampling = Sampling(max_new_tokens=limit_of(response, session), temperature=temperature)
     if structure := response.gridsieve and response.gridsieve.structured_outputs:
-        options["json_object"], options["json_schema"] = bool(structure.json_object), structure.json_
-    request = generate_request([Message("user", tuple(map(Text, texts)))], options)
-    (message,) = request.prompt.messages
-    return generation_pb2.LiveAsk(
-        ask_id=ask_id, parts=message.parts, sampling=request.sampling, transient=response.conversation == "none"
-    )
+        sampling["json_object"], sampling["json_schema"] = bool(structure.json_object), structure.json_
+    return sampling
 
 
 def limit_of(response: ResponseFields, session: SessionFields) -> int | None:

@@ -17,7 +17,7 @@ from gridsieve.services.gateway.chat.request import (
     Int32,
     Nothing,
     One,
-    Pruning,
+    PruningFields,
     StructuredOutputs,
     Unused,
 )
@@ -111,7 +111,7 @@ class LiveFields(Strict):
     reopens: bool | None = None
     snapshots: Literal["answers", "slices"] | None = None
 
-    pruning: Pruning | None = None
+    pruning: PruningFields | None = None
     fps: float | None = None
     max_pixels: Pixels | None = None
     window_tokens: Count | None = None

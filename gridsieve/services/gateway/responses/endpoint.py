@@ -25,7 +25,7 @@ from gridsieve.services.gateway.responses.store import (
     ResponseStore,
     Stored,
 )
-from gridsieve.services.gateway.responses.turns import naming_of, turns_of
+from gridsieve.services.gateway.responses.turns import names_of, turns_of
 
 _OF_STORE = BodyLimit(CONVERSATION_BYTES, f"the gateway stores {STORE_BYTES} of all callers", LARGER_BODIES)
 
@@ -65,7 +65,7 @@ class Responses:
             options=options_of(request),
             writer=lambda _, model: ResponseWriter(fields, model, keep),
             logged={"user": request.user, "metadata": request.metadata},
-            name_of=naming_of(turns),
+            name_of=names_of(turns).name_of,
             stored_bytes=found.stored_bytes,
         )
 

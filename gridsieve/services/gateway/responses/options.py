@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from gridsieve.client.prompt import Options
-from gridsieve.client.tools import Tool
-from gridsieve.common.contract.errors import InvalidRequest
-from gridsieve.services.gateway.chat.options import template_options_of
+from gridsieve.services.gateway.chat.options import set_tools, template_options_of
 from gridsieve.services.gateway.chat.request import ObjectFormat
-from gridsieve.services.gateway.responses.request import NamedTool, ResponsesRequest, SchemaFormat
+from gridsieve.services.gateway.responses.request import ResponsesRequest, SchemaFormat
 
 
 def options_of(request: ResponsesRequest) -> Options:
     """Without the pruning, which is that of the request's own media (`turns_of`). Raises InvalidRequest for a
     tool_choice that is none of the tools."""
-    tools = [Tool(each.name, each.description, each.parameters, bool(each.strict)) for each in request.tools or ()]
     options = Options(
         max_new_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
         logprobs="message.output_text.logprobs" in (request.include or ()) or bool(request.top_logprobs),
         top_logprobs=request.top_logprobs,
-        tools=tools,
-        tool_choice=_choice(request, tools),
         parallel_tool_calls=request.parallel_tool_calls,
         template_options=template_options_of(request.chat_template_kwargs),
         cache_salt=request.cache_salt,
     )
+    set_tools(options, request.tools or (), request.tool_choice, "tool_choice")
     if options["tool_choice"] not in (None, "auto", "none"):
         return options  # no text, whose format some clients send with it
     match request.text.format if request.text else None:
@@ -36,13 +30,3 @@ def options_of(request: ResponsesRequest) -> Options:
         case SchemaFormat(schema_=schema):
             options["json_schema"] = schema
     return options
-
-
-def _choice(request: ResponsesRequest, tools: list[Tool]) -> Literal["auto", "none", "required"] | Tool | None:
-    if not isinstance(request.tool_choice, NamedTool):
-        return request.tool_choice
-    for tool in tools:
-        if tool.name == request.tool_choice.name:
-            return tool
-    names = ", ".join(tool.name for tool in tools) or "none"
-    raise InvalidRequest(field="tool_choice", limit=f"one of the tools ({names})", value=request.tool_choice.name)

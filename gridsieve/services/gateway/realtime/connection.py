@@ -1,4 +1,4 @@
-"""One session: the client's events become requests of a Live call, and its responses events.
+"""One connection: the client's events become requests of a Live call, and its responses events.
 
     client ── session.update ─────────▶ open           anew until something was seen or asked, or with a source
            ── conversation.item.create ▶ frame          texts are kept for the next response
@@ -51,7 +51,7 @@ MAX_KNOWN_FRAMES = 1024
 """The last ones: of those the session knows where the client sent them."""
 
 
-class Session:
+class Connection:
     """send: waits while the client does not read. asked_model: the name that the client called its model by."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Session:
             case SessionUpdate():
                 await self._update(event.session)
             case ItemCreate():
-                await self._add(event)
+                await self._add_item(event)
             case ResponseCreate():
                 await self._ask(event.response or ResponseFields(), event.event_id)
             case ResponseCancel():
@@ -160,8 +160,8 @@ class Session:
             await self._open(self._fields)
             self._watching = self._group.create_task(self._watch())
 
-    async def _add(self, event: ItemCreate) -> None:
-        item, last = event.item, self._answers.conversation.last or "root"
+    async def _add_item(self, event: ItemCreate) -> None:
+        item, last = event.item, self._answers.items.last or "root"
         if event.previous_item_id not in (None, last):
             limit = f"unset, or {last}: items are added at the end"
             raise InvalidRequest(field="previous_item_id", limit=limit, value=event.previous_item_id)
@@ -181,7 +181,7 @@ class Session:
         self._texts += texts
         self._kept_characters = kept
         item_id = item.id or self._names.new("item")
-        await self._send_all(item_events(self._names, item, item_id, self._answers.conversation.add(item_id)))
+        await self._send_all(item_events(self._names, item, item_id, self._answers.items.append(item_id)))
 
     def _frames(self, item: UserMessage, now_s: float) -> Iterator[tuple[int, LiveRequest]]:
         """With the part's place in the item. Raises InvalidRequest for what is no data: URL, for a time before that of
@@ -215,7 +215,7 @@ class Session:
         asked = await asyncio.to_thread(ask_message, answer.id, texts, fields, self._fields)
         await self._begin()
         self._texts, self._kept_characters = [], 0
-        await self._send(self._answers.add(answer.id, answer))
+        await self._send(self._answers.begin(answer.id, answer))
         await self._live.send(LiveRequest(ask=asked))
 
     async def _cancel(self, response_id: str | None) -> None:
