@@ -23,7 +23,7 @@ from benchmarks.clips import RATE, another_file, clip
 from benchmarks.gpu.call import GENERATE, Call, Part
 from benchmarks.gpu.device import give_back, wait
 from benchmarks.table import Row
-from benchmarks.timing import Summary, Timed
+from benchmarks.timing import Clock, Summary, Timed
 from gridsieve.bench.load import closed_loop
 from gridsieve.bench.measure import Record, timed
 from gridsieve.bench.metrics import Samples, read_metrics
