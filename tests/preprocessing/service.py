@@ -30,6 +30,7 @@ from gridsieve.services.preprocessing.rpc.servicer import PreprocessingServicer
 from gridsieve.services.preprocessing.workers.job_queue import JobQueue, started
 from gridsieve.services.preprocessing.workers.limits import Limits
 from gridsieve.services.preprocessing.workers.process import Fault
+from gridsieve.services.preprocessing.workers.stream_room import StreamRoom
 from gridsieve.services.preprocessing.workers.streams import StreamWorkers
 from gridsieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from gridsieve.v1.preprocessing_pb2 import PreprocessRequest
@@ -67,7 +68,7 @@ async def running_queues(streams_only: bool) -> AsyncIterator[Queues]:
     async with AsyncExitStack() as stack:
         if not streams_only:
             await stack.enter_async_context(started(reading, decoding))
-        yield Queues(reading, decoding, StreamWorkers(2, limits, replaced.append), replaced)
+        yield Queues(reading, decoding, StreamWorkers(StreamRoom(2), limits, replaced.append), replaced)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ from gridsieve.services.preprocessing.sources.digests import digests
 from gridsieve.services.preprocessing.workers.job_queue import JobQueue, started
 from gridsieve.services.preprocessing.workers.limits import Mechanism
 from gridsieve.services.preprocessing.workers.media_reader import indexes
-from gridsieve.services.preprocessing.workers.streams import StreamWorkers, most_streams
+from gridsieve.services.preprocessing.workers.stream_room import StreamRoom
+from gridsieve.services.preprocessing.workers.streams import StreamWorkers
 from gridsieve.v1.preprocessing_pb2_grpc import add_PreprocessingServiceServicer_to_server
 
 # Quick plans mostly take milliseconds; the second thread serves them while the first checks a long prompt.
@@ -43,12 +44,12 @@ async def main() -> ExitStatus:
             raise StartupError(f"{flag} {root} is not a folder")
     reading = JobQueue(settings.read_workers, settings.limits, settings.inflight_bytes, count_replaced)
     decoding = JobQueue(settings.decode_workers, settings.limits, settings.inflight_bytes, count_replaced)
-    most, why = settings.max_streams, "--max-streams"
-    if most is None:
-        most, why = most_streams(cores(), memory_bytes(), settings.max_requests)
-        why = f"--max-streams is unset: {why}"
-    log.info("streams that may be watched", most=most, why=why)
-    streams = StreamWorkers(most, settings.limits, count_replaced, why)
+    if settings.max_streams is None:
+        room = StreamRoom.of(cores(), memory_bytes(), settings.max_requests)
+    else:
+        room = StreamRoom(settings.max_streams)
+    log.info("streams that may be watched", most=room.most, why=room.why, cores=room.cores)
+    streams = StreamWorkers(room, settings.limits, count_replaced)
     checkpoint = Checkpoint.find(settings.model)
     known = digests(count_kept("digest"))
     planner = Planner(checkpoint, settings.media_root, settings.media_max_bytes, known, settings.upload_root)

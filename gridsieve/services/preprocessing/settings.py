@@ -74,8 +74,9 @@ class PreprocessingSettings(ServiceSettings):
         None,
         ge=0,
         description="maximum streams of encoded video that live sessions watch at a time, each with a decoding "
-        "process of its own, of --decode-memory-bytes; further ones are refused; unset: 16 for each core, as far as a "
-        "quarter of the memory has 64 MiB for each, and half of --max-requests suffices; the log says how many",
+        "process of its own, of --decode-memory-bytes; further ones are refused; unset: while the processes of cameras "
+        "use less than three quarters of the cores, a quarter of the memory has 64 MiB for each, and half of "
+        "--max-requests suffices; the log says how many",
     )
 
     decode_workers: int = Field(

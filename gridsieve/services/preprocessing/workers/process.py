@@ -15,6 +15,7 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict
 from enum import StrEnum
+from pathlib import Path
 
 from gridsieve.services.preprocessing.workers.limits import Limits, Mechanism
 from gridsieve.services.preprocessing.workers.protocol import Facts, Kind, Message, receive, send
@@ -91,6 +92,11 @@ class WorkerProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def processor_s(self) -> float:
+        """Processor time that it has used, in seconds. Source: proc_pid_stat(5), utime and stime."""
+        after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, after_name[11:13])) / os.sysconf("SC_CLK_TCK")
 
     @property
     def alive(self) -> bool:
