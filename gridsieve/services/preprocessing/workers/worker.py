@@ -10,6 +10,7 @@ import errno
 import gc
 import json
 import os
+import select
 import socket
 import sys
 import time
@@ -54,6 +55,7 @@ from gridsieve.services.preprocessing.workers.protocol import (
 
 _MAX_SLICE_FRAMES = 2**16
 _RETRY_S = 0.01
+_IDLE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,12 +190,16 @@ def main(jobs: JobTable = JOBS, listens: bool = False) -> None:
     confined = confine(limits.memory_bytes, int(sys.argv[3]), listens)
     gc.freeze()  # what is imported stays, and the collections below need not look at it
     _send(connection, Kind.READY, {"confined_by": confined.by})
+    holds_freed = False  # which the next job reuses if it comes soon
     while True:
+        if holds_freed and not select.select((connection,), (), (), _IDLE_S)[0]:
+            give_back_freed_memory()
+            holds_freed = False
         message = _receive(connection)
         if message.kind is Kind.JOB:
             _run(connection, message, limits, jobs, confined.listener)
             gc.collect()  # PyAV's containers and streams are reference cycles
-            give_back_freed_memory()
+            holds_freed = True
 
 
 def _run(
