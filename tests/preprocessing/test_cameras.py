@@ -29,7 +29,7 @@ from PIL import Image
 
 from gridsieve.common.contract.errors import MediaRejected, StartupError
 from gridsieve.services.preprocessing.fetch import login as logins
-from gridsieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
+from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
 from gridsieve.services.preprocessing.video.stream import played_frames
 from gridsieve.services.preprocessing.workers import streams
 from gridsieve.services.preprocessing.workers.process import Fault
@@ -92,8 +92,8 @@ async def watching(
     """A stub of a service to which clip.test is 127.0.0.1, and the sizes of what it fetches."""
     came: list[int] = []
     tls = ssl.create_default_context(cafile=trusted) if trusted else None
-    observed = Observed(came.append)
-    made = Fetcher(policy(port, **limits), Resolver(clip_test=[["127.0.0.1"]]), tls, observed, own)
+    resolver = Resolver(clip_test=[["127.0.0.1"]])
+    made = Fetcher(policy(port, **limits), resolver, tls, own, on_bytes=came.append)
     async with service.serving(fetcher=made) as stub:
         yield stub, came
 

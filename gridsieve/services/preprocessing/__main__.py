@@ -14,7 +14,7 @@ from gridsieve.common.serving.guards import check_ports
 from gridsieve.common.serving.server import run, serve
 from gridsieve.common.telemetry.logs import configure_logging
 from gridsieve.common.telemetry.metrics import begin, begin_method
-from gridsieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
+from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
 from gridsieve.services.preprocessing.fetch.login import logins_of
 from gridsieve.services.preprocessing.planner import Planner
 from gridsieve.services.preprocessing.rpc.metrics import FETCHED_BYTES, count_kept, count_replaced, watch
@@ -22,7 +22,7 @@ from gridsieve.services.preprocessing.rpc.planning_threads import PlanningThread
 from gridsieve.services.preprocessing.rpc.servicer import SERVICE, PreprocessingServicer
 from gridsieve.services.preprocessing.settings import PreprocessingSettings
 from gridsieve.services.preprocessing.sources.digests import digests
-from gridsieve.services.preprocessing.workers.job_queue import JobQueue, started
+from gridsieve.services.preprocessing.workers.job_queue import JobQueue
 from gridsieve.services.preprocessing.workers.limits import Mechanism
 from gridsieve.services.preprocessing.workers.media_reader import indexes
 from gridsieve.services.preprocessing.workers.stream_room import StreamRoom
@@ -58,12 +58,12 @@ async def main() -> ExitStatus:
     quick, slow = PlanningThreads(_QUICK_THREADS), PlanningThreads(settings.plan_threads)
     watch(reading, decoding, quick, slow)
     # Exited from the right: the queues end first, so plans that wait for a worker fail before the threads are joined.
-    async with quick, slow, started(reading, decoding):
+    async with quick, slow, reading, decoding:
         confined_by = reading.workers.confined_by & decoding.workers.confined_by
         check_sandbox(confined_by, settings.require_sandbox)
-        observed = Observed(FETCHED_BYTES.inc, count_kept("fetch"))
         logins = logins_of(settings.media_credentials_file)
-        with closing(Fetcher(settings.fetch_policy, observed=observed, logins=logins)) as fetcher:
+        fetcher = Fetcher(settings.fetch_policy, logins=logins, on_bytes=FETCHED_BYTES.inc, on_get=count_kept("fetch"))
+        with closing(fetcher):
             servicer = PreprocessingServicer(
                 *(planner, fetcher, quick, slow, reading, decoding, streams, settings.max_inline_bytes),
                 known=indexes(count_kept("index")),

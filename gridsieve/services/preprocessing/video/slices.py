@@ -102,19 +102,21 @@ class PlannedVideo:
         step = self.slice_frames
         return replace(self, places=tuple(chain.from_iterable(self.places[n * step :][:step] for n in numbers)))
 
-    def slices(self, progress: Callable[[], None] = lambda: None) -> Generator[Slice, None, None]:
-        """Yields slices in order. progress and exceptions: as in `decode_frames` and `decode_pictures`."""
+    def slices(
+        self, progress: Callable[[], None] = lambda: None, whole: int = 0, repaired: int = 0
+    ) -> Generator[Slice, None, None]:
+        """Yields slices in order. The arguments, and exceptions: as in `decode_frames` and `decode_pictures`."""
         resizing = _Resizing(self.views[0])
-        with closing(self._frames(progress)) as frames:
+        with closing(self._frames(progress, whole, repaired)) as frames:
             for first in range(0, len(self.places), self.slice_frames):
                 if len(self.views) > 1:
                     yield from self._pictures(first * len(self.views), frames)
                 else:
                     yield self._slice(first, frames, resizing)
 
-    def _frames(self, progress: Callable[[], None]) -> Generator[DecodedFrame, None, None]:
+    def _frames(self, progress: Callable[[], None], whole: int, repaired: int) -> Generator[DecodedFrame, None, None]:
         if isinstance(self.index, PacketIndex):
-            yield from decode_frames(self.source, self.index, self.places, progress)
+            yield from decode_frames(self.source, self.index, self.places, progress, whole, repaired)
         else:
             for pixels in decode_pictures(self.source, self.index, self.places, progress):
                 yield DecodedFrame(pixels, repaired=False)

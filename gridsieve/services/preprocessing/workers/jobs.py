@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,13 +71,20 @@ class Job(Protocol[T_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class IndexVideo:
-    """Reads a video's packets."""
+class _Reading:
+    """Reads what a plan needs of a file: one piece, and no frames."""
 
     source: Source
-    pieces: int = 1
-    piece_bytes: int = 2 * MAX_PACKETS * 8
-    frames: int = 0
+    pieces: ClassVar[int] = 1
+    piece_bytes: ClassVar[int] = 0
+    frames: ClassVar[int] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class IndexVideo(_Reading):
+    """Reads a video's packets."""
+
+    piece_bytes: ClassVar[int] = 2 * MAX_PACKETS * 8
 
     def order(self, done: int) -> Order:
         return Order("index_video")
@@ -89,13 +96,8 @@ class IndexVideo:
 
 
 @dataclass(frozen=True, slots=True)
-class IndexPicture:
+class IndexPicture(_Reading):
     """Reads a picture's header."""
-
-    source: Source
-    pieces: int = 1
-    piece_bytes: int = 0
-    frames: int = 0
 
     def order(self, done: int) -> Order:
         return Order("index_picture")
@@ -106,14 +108,10 @@ class IndexPicture:
 
 
 @dataclass(frozen=True, slots=True)
-class IndexPictures:
+class IndexPictures(_Reading):
     """Reads the headers of pictures that are the frames of a video. ends: where each ends in the source."""
 
-    source: Source
     ends: tuple[int, ...]
-    pieces: int = 1
-    piece_bytes: int = 0
-    frames: int = 0
 
     def order(self, done: int) -> Order:
         return Order("index_pictures", numbers=np.array(self.ends, np.int64))

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -30,7 +30,6 @@ from gridsieve.common.contract.plan import MAX_FRAME_SIDE_PX, FrameShape, SizePx
 from gridsieve.common.process import give_back_freed_memory
 from gridsieve.common.sealed_memory import sealed
 from gridsieve.services.preprocessing.sources.source import Source, check_file_size
-from gridsieve.services.preprocessing.video.decode import RemainingPlaces
 from gridsieve.services.preprocessing.video.packets import PacketIndex, read_packets
 from gridsieve.services.preprocessing.video.pictures import Picture, PictureIndex, read_picture, read_pictures
 from gridsieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
@@ -70,10 +69,10 @@ class Task:
     limits: Limits
     facts: Facts
     numbers: NDArray[np.int64]
-    progress: Callable[[], None] = lambda: None
-    more: Callable[[], bytes] = lambda: b""
-    camera: int = -1
-    listener: socket.socket | None = None
+    progress: Callable[[], None]
+    more: Callable[[], bytes]
+    camera: int
+    listener: socket.socket | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,14 +125,14 @@ def _slices(
     video = PlannedVideo(
         source=task.source,
         index=index(task.numbers[places:]),
-        places=RemainingPlaces.of(task.numbers[:places].tolist(), whole, repaired),
+        places=tuple(task.numbers[:places].tolist()),
         slice_frames=task.facts.integer("slice_frames", 1, _MAX_SLICE_FRAMES),
         size_px=size_px,
         views=views,
         tile_px=_tile_px(task.facts),
         dtype=dtype,
     )
-    slices = video.slices(task.progress)
+    slices = video.slices(task.progress, whole, repaired)
     for _ in range(task.facts.integer("again", 0, whole * len(views))):
         next(slices)
     return _pieces(slices)
@@ -207,7 +206,7 @@ def _run(
 ) -> None:
     """Answers each NEXT of a job with a piece, until its last piece, a STOP or a failure."""
     try:
-        task = replace(_task(message, limits, connection), listener=listener)
+        task = _task(message, limits, connection, listener)
         with closing(jobs[message.facts.text("job")](task)) as pieces:
             for _ in range(message.facts.integer("pieces", 0, 2**31)):
                 if _receive(connection).kind is Kind.STOP or (piece := next(pieces, None)) is None:
@@ -249,15 +248,19 @@ def _more(connection: socket.socket) -> bytes:
         answer.close()
 
 
-def _task(message: Message, limits: Limits, connection: socket.socket) -> Task:
+def _task(message: Message, limits: Limits, connection: socket.socket, listener: socket.socket | None) -> Task:
     media, numbers, *camera = message.descriptors
     name = message.facts.text("media")
     check_file_size(name, media, limits.file_bytes)
-    many = np.frombuffer(os.pread(numbers, os.fstat(numbers).st_size, 0), np.int64)
-    source = Source(name, b"", descriptor=media)
     return Task(
-        *(source, limits, message.facts, many, _progress(connection), partial(_more, connection)),
+        source=Source(name, b"", descriptor=media),
+        limits=limits,
+        facts=message.facts,
+        numbers=np.frombuffer(os.pread(numbers, os.fstat(numbers).st_size, 0), np.int64),
+        progress=_progress(connection),
+        more=partial(_more, connection),
         camera=camera[0] if camera else -1,
+        listener=listener,
     )
 
 
