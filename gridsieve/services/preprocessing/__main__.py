@@ -42,7 +42,7 @@ async def main() -> ExitStatus:
     for flag, root in (("--media-root", settings.media_root), ("--upload-root", settings.upload_root)):
         if root is not None and not root.is_dir():
             raise StartupError(f"{flag} {root} is not a folder")
-    reading = JobQueue(settings.read_workers, settings.limits, settings.inflight_bytes, count_replaced)
+    reading = JobQueue(max(2, settings.decode_workers // 2), settings.limits, settings.inflight_bytes, count_replaced)
     decoding = JobQueue(settings.decode_workers, settings.limits, settings.inflight_bytes, count_replaced)
     if settings.max_streams is None:
         room = StreamRoom.of(cores(), memory_bytes(), settings.max_requests)
@@ -55,7 +55,7 @@ async def main() -> ExitStatus:
     planner = Planner(checkpoint, settings.media_root, settings.media_max_bytes, known, settings.upload_root)
     begin("preprocessing", "Preprocess", checkpoint, settings.served_model_name)
     begin_method("Watch")
-    quick, slow = PlanningThreads(_QUICK_THREADS), PlanningThreads(settings.plan_threads)
+    quick, slow = PlanningThreads(_QUICK_THREADS), PlanningThreads(max(4, settings.decode_workers))
     watch(reading, decoding, quick, slow)
     # Exited from the right: the queues end first, so plans that wait for a worker fail before the threads are joined.
     async with quick, slow, reading, decoding:

@@ -47,7 +47,7 @@ from gridsieve.services.preprocessing.video.pictures import (
 )
 from gridsieve.services.preprocessing.video.resize import View, shrink_to
 from gridsieve.services.preprocessing.video.sampling import FrameSampling, FrameTimes, Sampled, sample
-from gridsieve.services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo
+from gridsieve.services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedVideo
 from gridsieve.services.preprocessing.video.timing import TimeBase
 
 _MEDIA_DOMAIN, _PICTURES_DOMAIN = b"gridsieve media v2", b"gridsieve pictures v1"
@@ -224,7 +224,10 @@ class Planner:
         sent = (_packed_sent(size, view) for size, view in zip(sizes, laid.views, strict=True))
         return _Item(
             modality=Modality.IMAGE,
-            planned=PlannedPicture(source, picture, frames, laid.views),
+            planned=PlannedVideo(
+                *(source, PictureIndex.of_one(picture), (0,), 1),
+                *(frames.size_px, laid.views, frames.tile_px, frames.dtype),
+            ),
             frames=frames,
             grid=laid.grid,
             expansion=laid.expansion,

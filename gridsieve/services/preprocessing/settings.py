@@ -82,19 +82,8 @@ class PreprocessingSettings(ServiceSettings):
     decode_workers: int = Field(
         default_factory=cores,
         ge=1,
-        description="number of decoding processes, each with one media item at a time; default: one per core",
-    )
-    read_workers: int = Field(
-        default_factory=lambda: max(2, cores()),
-        ge=1,
-        description="number of processes that read headers and indexes, with one media item each; default: one per "
-        "core, at least 2",
-    )
-    plan_threads: int = Field(
-        default_factory=lambda: max(4, cores()),
-        ge=1,
-        description="number of threads that lay out prompts with media or large texts; default: one per core, at least "
-        "4",
+        description="number of decoding processes, each with one media item at a time; default: one per core. Headers "
+        "and indexes are read by half as many, at least 2, and prompts laid out by as many threads, at least 4",
     )
     inflight_bytes: int = Field(
         2**28,

@@ -41,12 +41,11 @@ from gridsieve.services.preprocessing.video.repeats import Repeats
 from gridsieve.services.preprocessing.video.slices import (
     PlannedEmbeds,
     PlannedMedia,
-    PlannedPicture,
     PlannedVideo,
     Slice,
 )
 from gridsieve.services.preprocessing.workers.job_queue import JobQueue
-from gridsieve.services.preprocessing.workers.jobs import slices_job
+from gridsieve.services.preprocessing.workers.jobs import VideoSlices
 from gridsieve.services.preprocessing.workers.media_reader import Indexes, MediaReader, indexes
 from gridsieve.services.preprocessing.workers.segments import slices_of
 from gridsieve.services.preprocessing.workers.streams import StreamWorkers
@@ -175,11 +174,8 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     for response in frames_responses(media_index, each, shared):
                         await queue.put(response)
 
-    async def _chosen(
-        self, media: PlannedVideo | PlannedPicture, choice: Choice, stats: DecodeStats
-    ) -> AsyncGenerator[Slice]:
+    async def _chosen(self, media: PlannedVideo, choice: Choice, stats: DecodeStats) -> AsyncGenerator[Slice]:
         """The tokens that are kept of each slice."""
-        assert isinstance(media, PlannedVideo)
         skipped = choice.skip()
         for each in skipped:
             yield each
@@ -202,11 +198,9 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         finally:
             self._holding.release(sum(held) * choice.slice_bytes)
 
-    async def _decoded(
-        self, media: PlannedVideo | PlannedPicture, stats: DecodeStats, begin: int = 0
-    ) -> AsyncGenerator[Slice]:
+    async def _decoded(self, media: PlannedVideo, stats: DecodeStats, begin: int = 0) -> AsyncGenerator[Slice]:
         """The whole slices of an item, from slice `begin` on."""
-        async with slices_of(self._decoding_queue, slices_job(media, begin)) as slices:
+        async with slices_of(self._decoding_queue, VideoSlices(media, begin)) as slices:
             async for each in slices:
                 stats.count(each)
                 count_frames(each)

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 import numpy as np
 from PIL import (  # Pillow imports a format's reader with its first picture, when a worker may read no more packages
@@ -114,13 +114,18 @@ class PictureFrames:
 class PictureIndex:
     """The headers of a video's pictures: the size that all have once upright, and the orientation of each.
 
-    ends: as in PictureFrames. An empty picture is upright.
+    ends: as in PictureFrames; empty: the whole file is one picture. An empty picture is upright.
     """
 
     ends: tuple[int, ...]
     orientations: tuple[int, ...]
     height_px: int
     width_px: int
+
+    @classmethod
+    def of_one(cls, picture: Picture) -> Self:
+        """Of a file that is one picture."""
+        return cls((), (picture.orientation,), picture.height_px, picture.width_px)
 
 
 def read_pictures(source: Source, ends: Sequence[int], progress: Callable[[], None] = lambda: None) -> PictureIndex:
@@ -149,7 +154,7 @@ def decode_pictures(
 
     progress: called for each picture that is decoded.
     """
-    parts = list(_parts(source, index.ends))
+    parts = list(_parts(source, index.ends)) or [source]
     last_place, pixels = -1, np.empty((0, 0, 3), np.uint8)
     for place in places:
         if place != last_place:

@@ -13,13 +13,13 @@ from time import monotonic_ns
 
 import numpy as np
 
-from gridsieve.common.contract.plan import FrameShape, Int32Array, SizePx
+from gridsieve.common.contract.plan import Int32Array, SizePx
 from gridsieve.common.contract.tensors import DType
 from gridsieve.common.sealed_memory import SealedMemory
 from gridsieve.services.preprocessing.sources.source import Source
 from gridsieve.services.preprocessing.video.decode import DecodedFrame, decode_frames
 from gridsieve.services.preprocessing.video.packets import PacketIndex
-from gridsieve.services.preprocessing.video.pictures import Picture, PictureIndex, decode_picture, decode_pictures
+from gridsieve.services.preprocessing.video.pictures import PictureIndex, decode_pictures
 from gridsieve.services.preprocessing.video.resize import FrameArray, UInt8Array, View, view_into
 
 _NS = 1e-9
@@ -51,31 +51,9 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedPicture:
-    """A picture, the frames in which it is sent, and what each of them shows (None: all)."""
-
-    source: Source
-    picture: Picture
-    frames: FrameShape
-    views: tuple[View | None, ...] = (None,)
-
-    def slices(self, first: int = 0) -> Generator[Slice, None, None]:
-        """Yields a slice for each frame from `first` on. Raises MediaDamaged if the picture cannot be decoded."""
-        start_ns = monotonic_ns()
-        pixels = decode_picture(self.source, self.picture)
-        decoded_ns = monotonic_ns()
-        for number, view in enumerate(self.views[first:], first):
-            begun_ns = monotonic_ns()
-            resized = np.empty((1, *self.frames.frame_px(number), 3), self.frames.dtype.label)
-            view_into(pixels, view, resized[0])
-            resized_ns = monotonic_ns()
-            decode_s = 0.0 if number > first else (decoded_ns - start_ns) * _NS
-            yield Slice(number, resized, 0, decode_s, (resized_ns - begun_ns) * _NS, decoded_ns, resized_ns)
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedVideo:
-    """A video, the places of its selected frames, and their height and width as they are sent.
+    """A video, the places of its selected frames, and their height and width as they are sent. An image is one of one
+    frame.
 
     index: where the frames are in its file, which may be one of pictures. slice_frames: of each temporal slice, but
         the last may have fewer. views: what each frame shows (None: all); several: each frame is sent as so many
@@ -175,4 +153,4 @@ class PlannedEmbeds:
         yield from ()
 
 
-PlannedMedia = PlannedPicture | PlannedVideo | PlannedEmbeds
+PlannedMedia = PlannedVideo | PlannedEmbeds

@@ -87,7 +87,7 @@ def picture_index_facts(index: PictureIndex) -> dict[str, Any]:
 def picture_index_of(facts: Facts, ends: tuple[int, ...]) -> PictureIndex:
     """The inverse of `picture_index_facts`. Raises PeerContract for an index that `read_pictures` cannot have made."""
     orientations = facts.integers("orientations", MAX_FRAMES, 1, 8)
-    if len(orientations) != len(ends):
+    if len(orientations) != max(1, len(ends)):
         raise PeerContract("a worker's index has another number of pictures than the request")
     return PictureIndex(ends, orientations, *frame_size_of(facts))
 

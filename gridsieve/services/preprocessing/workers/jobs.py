@@ -22,7 +22,7 @@ from gridsieve.services.preprocessing.sources.source import Source
 from gridsieve.services.preprocessing.video.packets import MAX_PACKETS, PacketIndex
 from gridsieve.services.preprocessing.video.pictures import Picture, PictureIndex
 from gridsieve.services.preprocessing.video.resize import UInt8Array, View
-from gridsieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
+from gridsieve.services.preprocessing.video.slices import PlannedVideo, Slice
 from gridsieve.services.preprocessing.workers.indexes import (
     frame_size_of,
     index_facts,
@@ -197,45 +197,6 @@ class VideoSlices:
         return made
 
 
-@dataclass(frozen=True, slots=True)
-class PictureSlices:
-    """Decodes and resizes a picture: one slice for each frame."""
-
-    picture: PlannedPicture
-
-    @property
-    def source(self) -> Source:
-        return self.picture.source
-
-    @property
-    def pieces(self) -> int:
-        return self.picture.frames.count
-
-    @property
-    def frames(self) -> int:
-        return self.pieces
-
-    @property
-    def piece_bytes(self) -> int:
-        frames = self.picture.frames
-        return 3 * frames.dtype.itemsize * max(math.prod(frames.frame_px(number)) for number in (0, 1))
-
-    def order(self, done: int) -> Order:
-        header, frames = self.picture.picture, self.picture.frames
-        facts = {
-            "height_px": header.height_px,
-            "width_px": header.width_px,
-            "orientation": header.orientation,
-            "tile_px": frames.tile_px or (),
-            "first": done,
-        }
-        return Order("picture_slices", facts | _sent_facts(frames.size_px, self.picture.views, frames.dtype))
-
-    def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> Slice:
-        frames = self.picture.frames
-        return _slice(number, (1, *frames.frame_px(number), 3), frames.dtype, facts, data, memory)
-
-
 def _sent_facts(size_px: SizePx, views: Sequence[View | None], dtype: DType) -> dict[str, Any]:
     return {"size_px": size_px, "views": [view and asdict(view) for view in views], "dtype": FRAME_DTYPES.index(dtype)}
 
@@ -249,11 +210,6 @@ def sent_of(facts: Facts) -> tuple[SizePx, tuple[View | None, ...], DType]:
 
 def _view(squared: Sequence[int] | None, **places: int) -> View:
     return View(**places, squared=None if squared is None else tuple(squared))  # type: ignore[arg-type]
-
-
-def slices_job(media: PlannedVideo | PlannedPicture, begin: int = 0) -> Job[Slice]:
-    """The job that makes the frames of an item. begin: the first slice, above 0 for a video of pictures alone."""
-    return VideoSlices(media, begin) if isinstance(media, PlannedVideo) else PictureSlices(media)
 
 
 def _slice(

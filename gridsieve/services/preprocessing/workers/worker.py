@@ -26,13 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gridsieve.common.contract.errors import GridsieveError, MediaRejected
-from gridsieve.common.contract.plan import MAX_FRAME_SIDE_PX, FrameShape, SizePx
+from gridsieve.common.contract.plan import MAX_FRAME_SIDE_PX, SizePx
 from gridsieve.common.process import give_back_freed_memory
 from gridsieve.common.sealed_memory import sealed
 from gridsieve.services.preprocessing.sources.source import Source, check_file_size
 from gridsieve.services.preprocessing.video.packets import PacketIndex, read_packets
-from gridsieve.services.preprocessing.video.pictures import Picture, PictureIndex, read_picture, read_pictures
-from gridsieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
+from gridsieve.services.preprocessing.video.pictures import PictureIndex, read_picture, read_pictures
+from gridsieve.services.preprocessing.video.slices import PlannedVideo, Slice
 from gridsieve.services.preprocessing.video.stream import StreamFrame, stream_frames
 from gridsieve.services.preprocessing.workers.indexes import (
     index_facts,
@@ -138,16 +138,6 @@ def _slices(
     return _pieces(slices)
 
 
-def picture_slices(task: Task) -> Generator[Piece, None, None]:
-    height, width, orientation = (
-        task.facts.integer(name, 1, 2**32) for name in ("height_px", "width_px", "orientation")
-    )
-    size_px, views, dtype = sent_of(task.facts)
-    frames = FrameShape(len(views), size_px, _tile_px(task.facts), dtype=dtype)
-    picture = PlannedPicture(task.source, Picture(height, width, orientation), frames, views)
-    return _pieces(picture.slices(task.facts.integer("first", 0, len(views))))
-
-
 def watched_frames(task: Task) -> Generator[Piece, None, None]:
     """The frames of a stream, which comes in answer to READ. The media's file is empty."""
     live, jpegs = (bool(task.facts.values[name]) for name in ("live", "jpegs"))
@@ -174,7 +164,6 @@ JOBS: JobTable = {
     "index_pictures": index_pictures,
     "video_slices": video_slices,
     "picture_frames": picture_frames,
-    "picture_slices": picture_slices,
     "watched_frames": watched_frames,
 }
 
