@@ -141,7 +141,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
 
     async def _plan(self, conversation: Conversation) -> PlannedPrompt:
         reader = MediaReader(self._reading_queue, self._known)
-        readers = Readers(reader.packets, reader.picture, reader.pictures, reader.check_cancelled)
+        readers = Readers(reader.packets, reader.pictures, reader.check_cancelled)
         threads = self._quick if conversation.is_quick else self._slow
         job = asyncio.ensure_future(threads.call(partial(self._planner.plan, conversation, readers)))
         try:

@@ -20,11 +20,10 @@ from gridsieve.common.contract.tensors import DType
 from gridsieve.common.sealed_memory import SealedMemory
 from gridsieve.services.preprocessing.sources.source import Source
 from gridsieve.services.preprocessing.video.packets import MAX_PACKETS, PacketIndex
-from gridsieve.services.preprocessing.video.pictures import Picture, PictureIndex
+from gridsieve.services.preprocessing.video.pictures import PictureIndex
 from gridsieve.services.preprocessing.video.resize import UInt8Array, View
 from gridsieve.services.preprocessing.video.slices import PlannedVideo, Slice
 from gridsieve.services.preprocessing.workers.indexes import (
-    frame_size_of,
     index_facts,
     index_of,
     picture_index_facts,
@@ -96,20 +95,8 @@ class IndexVideo(_Reading):
 
 
 @dataclass(frozen=True, slots=True)
-class IndexPicture(_Reading):
-    """Reads a picture's header."""
-
-    def order(self, done: int) -> Order:
-        return Order("index_picture")
-
-    def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> Picture:
-        height, width = frame_size_of(facts)
-        return Picture(height, width, facts.integer("orientation", 1, 8), bool(facts.integer("moves", 0, 1)))
-
-
-@dataclass(frozen=True, slots=True)
 class IndexPictures(_Reading):
-    """Reads the headers of pictures that are the frames of a video. ends: where each ends in the source."""
+    """Reads the header of a picture, or those of pictures that are the frames of a video. ends: as in PictureIndex."""
 
     ends: tuple[int, ...]
 

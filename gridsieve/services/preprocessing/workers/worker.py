@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -31,7 +31,7 @@ from gridsieve.common.process import give_back_freed_memory
 from gridsieve.common.sealed_memory import sealed
 from gridsieve.services.preprocessing.sources.source import Source, check_file_size
 from gridsieve.services.preprocessing.video.packets import PacketIndex, read_packets
-from gridsieve.services.preprocessing.video.pictures import PictureIndex, read_picture, read_pictures
+from gridsieve.services.preprocessing.video.pictures import PictureIndex, read_pictures
 from gridsieve.services.preprocessing.video.slices import PlannedVideo, Slice
 from gridsieve.services.preprocessing.video.stream import StreamFrame, stream_frames
 from gridsieve.services.preprocessing.workers.indexes import (
@@ -97,11 +97,6 @@ def index_video(task: Task) -> Generator[Piece, None, None]:
     yield Piece(*index_facts(index))
 
 
-def index_picture(task: Task) -> Generator[Piece, None, None]:
-    found = read_picture(task.source)
-    yield Piece(asdict(found) | {"moves": int(found.moves)})
-
-
 def index_pictures(task: Task) -> Generator[Piece, None, None]:
     yield Piece(picture_index_facts(read_pictures(task.source, task.numbers.tolist(), task.progress)))
 
@@ -160,7 +155,6 @@ def _tile_px(facts: Facts) -> SizePx | None:
 
 JOBS: JobTable = {
     "index_video": index_video,
-    "index_picture": index_picture,
     "index_pictures": index_pictures,
     "video_slices": video_slices,
     "picture_frames": picture_frames,
