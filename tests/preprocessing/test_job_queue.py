@@ -121,6 +121,13 @@ async def test_gauges_count_running_and_waiting_jobs(queue: JobQueue) -> None:
         assert (queue.jobs, workers.busy, workers.oldest_ns) == (1, 1, None)
 
 
+async def test_the_processor_time_of_a_worker_grows_with_its_work(queue: JobQueue) -> None:
+    (worker,) = queue.workers._workers
+    before_s = worker.processor_s()
+    await read(queue, counting(300))
+    assert 0.05 < before_s < worker.processor_s()
+
+
 async def test_a_queue_whose_workers_do_not_start_stops_them_all() -> None:
     before = children()
     with pytest.raises(StartupError, match="ended with status 1"):

@@ -52,9 +52,9 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class PlannedVideo:
-    """A video, the places of its selected frames, and their height and width as they are sent. An image is one of one
-    frame.
+    """A video, the places of its selected frames, and their height and width as they are sent.
 
+    An image is a video of one frame here.
     index: where the frames are in its file, which may be one of pictures. slice_frames: of each temporal slice, but
         the last may have fewer. views: what each frame shows (None: all); several: each frame is sent as so many
         pictures, of which each is a slice, and all but the first are tiles of `tile_px` (None: of `size_px`). dtype:

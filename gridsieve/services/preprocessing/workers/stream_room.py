@@ -20,7 +20,7 @@ _STREAM_BYTES, _MEMORY_SHARE = 64 * 2**20, Fraction(1, 4)
 _CORES_SHARE = Fraction(3, 4)
 # Of a stream, while none is measured: between 640×360 and 1280×720 with 25 frames a second.
 _FIRST_CORES = 0.05
-# The times between which a camera is measured. Its pauses and key frames are shorter.
+# How long a camera is measured. Its pauses and the time between its key frames are shorter.
 _MEASURED_S = 10.0
 
 

@@ -19,7 +19,7 @@ import errno
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager, nullcontext, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,12 +65,12 @@ class StreamWorkers:
         """on_fault: called when a stream ends with a fault of its worker."""
         self._room, self._limits, self._on_fault = room, limits, on_fault
         self._running = 0
-        self._cameras: set[CoresUsed] = set()
+        self._cameras: dict[WorkerProcess, CoresUsed] = {}
 
     @contextmanager
     def place(self, name: str) -> Iterator[None]:
         """Holds the place of a stream, for its `events`. Raises Overloaded where there is no room for one more."""
-        measured = [cores for each in self._cameras if (cores := each.now()) is not None]
+        measured = [cores for each in self._cameras.values() if (cores := each.now()) is not None]
         if refusal := self._room.refusal(self._running, measured):
             raise Overloaded(refusal, field=name)
         self._running += 1
@@ -102,11 +102,15 @@ class StreamWorkers:
                 facts = {"media": name, "pieces": _PIECES, "fps": float(fps), "live": live, "jpegs": jpegs}
                 try:
                     await worker.ready()
-                    with self._measured(worker) if live or isinstance(source, Camera) else nullcontext():
-                        async with aclosing(self._talk(worker, facts, source)) as events:
-                            async for event in events:
-                                yield event
+                    used = CoresUsed(worker.processor_s, time.monotonic)  # to start takes a second, which is left out
+                    if live or isinstance(source, Camera):
+                        self._cameras[worker] = used
+                    async with aclosing(self._talk(worker, facts, source)) as events:
+                        async for event in events:
+                            used.now()  # so that it is of the last seconds when the next stream comes
+                            yield event
                 finally:
+                    self._cameras.pop(worker, None)
                     if isinstance(source, Camera):
                         await _leave(worker)
         except WorkerFault as error:
@@ -120,16 +124,6 @@ class StreamWorkers:
         finally:
             if worker:
                 await worker.end()
-
-    @contextmanager
-    def _measured(self, worker: WorkerProcess) -> Iterator[None]:
-        """Counts what the worker of a camera uses from now on, since it is ready: to start takes a second."""
-        used = CoresUsed(worker.processor_s, time.monotonic)
-        self._cameras.add(used)
-        try:
-            yield
-        finally:
-            self._cameras.remove(used)
 
     async def _talk(
         self, worker: WorkerProcess, facts: dict[str, Any], source: Camera | Callable[[], Awaitable[bytes]]
