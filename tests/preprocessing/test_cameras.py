@@ -33,6 +33,7 @@ from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
 from gridsieve.services.preprocessing.video.stream import played_frames
 from gridsieve.services.preprocessing.workers import streams
 from gridsieve.services.preprocessing.workers.process import Fault
+from gridsieve.services.preprocessing.workers.stream_room import StreamRoom
 from tests.cameras import camera, played
 from tests.certificates import Authority, self_signed
 from tests.preprocessing.media_server import Resolver, forever, head, policy, redirect, serving
@@ -253,7 +254,8 @@ async def test_frames_have_the_time_of_the_cameras_clock_unless_that_is_wrong(
 
 async def test_a_camera_may_be_quiet_for_longer_than_a_decoder_may_work(service: Service) -> None:
     quick = replace(service.queues.streams._limits, stall_s=2.0)
-    queues = replace(service.queues, streams=streams.StreamWorkers(1, quick, service.queues.replaced.append))
+    one = streams.StreamWorkers(StreamRoom(1), quick, service.queues.replaced.append)
+    queues = replace(service.queues, streams=one)
     async with (
         camera(mounts={"/live": LIVE.format("1/3")}) as server,
         watching(replace(service, queues=queues), server.port, total_s=6.0) as (stub, _),
@@ -358,7 +360,7 @@ async def test_a_decoder_that_was_taken_over_is_ended_and_reaches_nothing(
     monkeypatch.setattr(streams, "_CAMERA_WORKER", "tests.preprocessing.misbehaving_camera_worker")
     quick = replace(service.queues.streams._limits, stall_s=1.0)
     faults: list[Fault] = []
-    queues = replace(service.queues, streams=streams.StreamWorkers(1, quick, faults.append))
+    queues = replace(service.queues, streams=streams.StreamWorkers(StreamRoom(1), quick, faults.append))
 
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
