@@ -23,6 +23,7 @@ from gridsieve.services.preprocessing.rpc.planning_threads import PlanningThread
 from gridsieve.services.preprocessing.rpc.servicer import PreprocessingServicer
 from gridsieve.services.preprocessing.workers.job_queue import JobQueue
 from gridsieve.services.preprocessing.workers.limits import Limits
+from gridsieve.services.preprocessing.workers.stream_room import StreamRoom
 from gridsieve.services.preprocessing.workers.streams import StreamWorkers
 from gridsieve.v1 import prompt_pb2
 from gridsieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest
@@ -47,7 +48,7 @@ async def started(service: str, folder: Path, checkpoint: Path, tower: Tower) ->
     if service == "preprocessing":  # it gets only text, so its queues are never started
         reading, decoding = (JobQueue(1, LIMITS, 1, print) for _ in range(2))
         async with PlanningThreads(1) as quick, PlanningThreads(1) as slow:
-            planner, streams = Planner(Checkpoint(checkpoint), None), StreamWorkers(1, LIMITS, print)
+            planner, streams = Planner(Checkpoint(checkpoint), None), StreamWorkers(StreamRoom(1), LIMITS, print)
             servicer = PreprocessingServicer(planner, Fetcher(FetchPolicy()), quick, slow, reading, decoding, streams)
             async with serving(f"unix:{folder}/p", servicer):
                 yield f"unix:{folder}/p", lambda: 0

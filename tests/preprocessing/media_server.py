@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gridsieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
+from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
 from gridsieve.services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from tests.preprocessing.worker_jobs import open_paths
 
@@ -108,16 +108,13 @@ def url_of(server: Server, path: str = "/") -> str:
     return f"http://clip.test:{server.port}{path}"
 
 
-def fetcher_of(
-    server: Server, resolver: Resolver | None = None, observed: Observed | None = None, **limits: float
-) -> Fetcher:
-    resolve = resolver or Resolver(clip_test=[["127.0.0.1"]])
-    return Fetcher(policy(server.port, **limits), resolve, observed=observed or Observed())
+def fetcher_of(server: Server, resolver: Resolver | None = None, **limits: float) -> Fetcher:
+    return Fetcher(policy(server.port, **limits), resolver or Resolver(clip_test=[["127.0.0.1"]]))
 
 
 async def fetched(server: Server, resolver: Resolver | None = None, **limits: float) -> bytes:
     """The body of http://clip.test/clip.mp4 on a server at 127.0.0.1."""
-    source = await fetcher_of(server, resolver, None, **limits).fetch("video", url_of(server, "/clip.mp4?a=%2F&b"))
+    source = await fetcher_of(server, resolver, **limits).fetch("video", url_of(server, "/clip.mp4?a=%2F&b"))
     with closing(source), source.open() as file:
         data = file.read()
     assert source.digest == hashlib.sha256(data).digest()

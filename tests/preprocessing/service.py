@@ -21,19 +21,20 @@ from gridsieve.common.contract.plan import Modality, PromptPlan
 from gridsieve.common.contract.tensors import TensorBuffer
 from gridsieve.common.contract.wire import PlanReceiver, Take, add_chunk, buffer_for
 from gridsieve.common.serving.interceptors import RequestInterceptor
-from gridsieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
+from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
 from gridsieve.services.preprocessing.fetch.policy import FetchPolicy
 from gridsieve.services.preprocessing.planner import Planner
 from gridsieve.services.preprocessing.rpc.metrics import FETCHED_BYTES, watch
 from gridsieve.services.preprocessing.rpc.planning_threads import PlanningThreads
 from gridsieve.services.preprocessing.rpc.servicer import PreprocessingServicer
-from gridsieve.services.preprocessing.workers.job_queue import JobQueue, started
+from gridsieve.services.preprocessing.workers.job_queue import JobQueue
 from gridsieve.services.preprocessing.workers.limits import Limits
 from gridsieve.services.preprocessing.workers.process import Fault
+from gridsieve.services.preprocessing.workers.stream_room import StreamRoom
 from gridsieve.services.preprocessing.workers.streams import StreamWorkers
 from gridsieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from gridsieve.v1.preprocessing_pb2 import PreprocessRequest
-from tests.preprocessing.media_server import Server, fetcher_of
+from tests.preprocessing.media_server import Resolver, Server, policy
 
 INFLIGHT_SLICES = 4
 SLICE_BYTES = 2 * 1024 * 1024 * 3
@@ -54,7 +55,7 @@ class Queues:
     @property
     def counters(self) -> tuple[int, int, int]:
         """Reading jobs, decoding jobs, and bytes in flight."""
-        return self.reading.jobs, self.decoding.jobs, self.decoding.inflight_bytes
+        return self.reading.jobs, self.decoding.jobs, self.decoding.inflight.held_bytes
 
 
 @asynccontextmanager
@@ -63,8 +64,8 @@ async def running_queues() -> AsyncIterator[Queues]:
     replaced: list[Fault] = []
     reading = JobQueue(1, limits, 2**20, replaced.append)
     decoding = JobQueue(1, limits, INFLIGHT_SLICES * SLICE_BYTES, replaced.append)
-    async with started(reading, decoding):
-        yield Queues(reading, decoding, StreamWorkers(2, limits, replaced.append), replaced)
+    async with reading, decoding:
+        yield Queues(reading, decoding, StreamWorkers(StreamRoom(2), limits, replaced.append), replaced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ class Service:
         )
         with mock.patch.object(tempfile, "tempdir", str(self.folder)):
             if fetcher is None:
-                fetcher = fetcher_of(web, observed=Observed(FETCHED_BYTES.inc)) if web else Fetcher(FetchPolicy())
+                allowed, resolver = policy(web.port) if web else FetchPolicy(), Resolver(clip_test=[["127.0.0.1"]])
+                fetcher = Fetcher(allowed, resolver, on_bytes=FETCHED_BYTES.inc)
         async with PlanningThreads(1) as quick, PlanningThreads(threads) as slow:
             watch(self.queues.reading, self.queues.decoding, quick, slow)
             reading, decoding = self.queues.reading, self.queues.decoding

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gridsieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
+from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
 from gridsieve.services.preprocessing.sources.digests import digests
 from gridsieve.services.preprocessing.sources.source import path_source
 from tests.preprocessing.media_server import BODY, Resolver, Server, head, ok, policy, redirect, serving, url_of
@@ -57,8 +57,8 @@ class Kept:
         self.hits: list[bool] = []
         self.fetched: list[int] = []
         allowed = replace(policy(servers[0].port, **limits), ports=frozenset(each.port for each in servers))
-        observed = Observed(self.fetched.append, self.hits.append)
-        self.fetcher = Fetcher(allowed, Resolver(clip_test=[["127.0.0.1"]]), observed=observed)
+        resolver = Resolver(clip_test=[["127.0.0.1"]])
+        self.fetcher = Fetcher(allowed, resolver, on_bytes=self.fetched.append, on_get=self.hits.append)
 
     async def body(self, url: str) -> bytes:
         source = await self.fetcher.fetch("video", url)

@@ -30,10 +30,11 @@ from PIL import Image
 from benchmarks.clips import write_repeated
 from gridsieve.common.contract.errors import MediaRejected, StartupError
 from gridsieve.services.preprocessing.fetch import login as logins
-from gridsieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
+from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
 from gridsieve.services.preprocessing.video.stream import played_frames
 from gridsieve.services.preprocessing.workers import streams
 from gridsieve.services.preprocessing.workers.process import Fault
+from gridsieve.services.preprocessing.workers.stream_room import StreamRoom
 from tests.cameras import camera, played
 from tests.certificates import Authority, self_signed
 from tests.preprocessing.media_server import Resolver, forever, head, policy, redirect, serving
@@ -92,8 +93,8 @@ async def watching(
     """A stub of a service to which clip.test is 127.0.0.1, and the sizes of what it fetches."""
     came: list[int] = []
     tls = ssl.create_default_context(cafile=trusted) if trusted else None
-    observed = Observed(came.append)
-    made = Fetcher(policy(port, **limits), Resolver(clip_test=[["127.0.0.1"]]), tls, observed, own)
+    resolver = Resolver(clip_test=[["127.0.0.1"]])
+    made = Fetcher(policy(port, **limits), resolver, tls, own, on_bytes=came.append)
     async with service.serving(fetcher=made) as stub:
         yield stub, came
 
@@ -282,7 +283,8 @@ async def test_frames_have_the_time_of_the_cameras_clock_unless_that_is_wrong(
 
 async def test_a_camera_may_be_quiet_for_longer_than_a_decoder_may_work(service: Service) -> None:
     quick = replace(service.queues.streams._limits, stall_s=2.0)
-    queues = replace(service.queues, streams=streams.StreamWorkers(1, quick, service.queues.replaced.append))
+    one = streams.StreamWorkers(StreamRoom(1), quick, service.queues.replaced.append)
+    queues = replace(service.queues, streams=one)
     async with (
         camera(mounts={"/live": LIVE.format("1/3")}) as server,
         watching(replace(service, queues=queues), server.port, total_s=6.0) as (stub, _),
@@ -387,7 +389,7 @@ async def test_a_decoder_that_was_taken_over_is_ended_and_reaches_nothing(
     monkeypatch.setattr(streams, "_CAMERA_WORKER", "tests.preprocessing.misbehaving_camera_worker")
     quick = replace(service.queues.streams._limits, stall_s=1.0)
     faults: list[Fault] = []
-    queues = replace(service.queues, streams=streams.StreamWorkers(1, quick, faults.append))
+    queues = replace(service.queues, streams=streams.StreamWorkers(StreamRoom(1), quick, faults.append))
 
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):

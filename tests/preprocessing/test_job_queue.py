@@ -11,7 +11,7 @@ import pytest
 
 from gridsieve.common.contract.errors import MediaRejected, StartupError, Unavailable
 from gridsieve.services.preprocessing.rpc.planning_threads import PlanningThreads
-from gridsieve.services.preprocessing.workers.job_queue import InFlightBudget, JobQueue, Share, started
+from gridsieve.services.preprocessing.workers.job_queue import InFlightBudget, JobQueue, Share
 from gridsieve.services.preprocessing.workers.media_reader import MediaReader, indexes
 from gridsieve.services.preprocessing.workers.process import Fault
 from tests.preprocessing.worker_jobs import (
@@ -121,10 +121,17 @@ async def test_gauges_count_running_and_waiting_jobs(queue: JobQueue) -> None:
         assert (queue.jobs, workers.busy, workers.oldest_ns) == (1, 1, None)
 
 
-async def test_a_queue_whose_workers_do_not_start_stops_the_others() -> None:
+async def test_the_processor_time_of_a_worker_grows_with_its_work(queue: JobQueue) -> None:
+    (worker,) = queue.workers._workers
+    before_s = worker.processor_s()
+    await read(queue, counting(300))
+    assert 0.05 < before_s < worker.processor_s()
+
+
+async def test_a_queue_whose_workers_do_not_start_stops_them_all() -> None:
     before = children()
     with pytest.raises(StartupError, match="ended with status 1"):
-        async with started(JobQueue(1, LIMITS, MIB, print, ENTRY), JobQueue(2, LIMITS, MIB, print, "no.such.module")):
+        async with JobQueue(2, LIMITS, MIB, print, "no.such.module"):
             pass
     assert children() == before
 

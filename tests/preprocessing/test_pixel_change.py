@@ -62,7 +62,7 @@ def chosen_of(frames: FrameArray, grid: Grid, pruning: Pruning, held: int, repai
         for first in range(0, len(frames), FRAMES)
     ]
     choice = Choice(plan, pruning)
-    ready = [choice.add(whole, holds=number <= held) for number, whole in enumerate(wholes)]
+    ready = [choice.take(whole, holds=number <= held) for number, whole in enumerate(wholes)]
     numbers = choice.choose()
     again = [replace(wholes[number], first_frame=FRAMES * place) for place, number in enumerate(numbers)]
     made = [*filter(None, ready), *choice.rest(), *chain.from_iterable(map(choice.rest, again))]

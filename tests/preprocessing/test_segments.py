@@ -111,9 +111,9 @@ async def test_the_spans_of_decoding_end_when_the_last_slice_is_done(monkeypatch
         decode_stats, "record", lambda stage, began, ended, *_, **__: spans.update({stage: (began, ended)})
     )
     nothing = np.empty((1, 0, 0, 3), np.uint8)
-    with decode_stats.recording_decode(0) as stats:
+    with decode_stats.DecodeStats(0) as stats:
         for number, decoded_ns in enumerate([30, 50, 20, 40]):
-            stats.add(Slice(number, nothing, 0, 0.0, 0.0, decoded_ns, decoded_ns + 5))
+            stats.count(Slice(number, nothing, 0, 0.0, 0.0, decoded_ns, decoded_ns + 5))
     assert (spans["decode"][1], spans["resize"]) == (50, (20, 55))
 
 

@@ -12,7 +12,6 @@ from gridsieve.services.preprocessing.__main__ import check_sandbox
 from gridsieve.services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from gridsieve.services.preprocessing.settings import PreprocessingSettings
 from gridsieve.services.preprocessing.workers.limits import Limits
-from gridsieve.services.preprocessing.workers.streams import most_streams
 
 
 def domains(*texts: str) -> tuple[AllowedDomain, ...]:
@@ -69,22 +68,6 @@ for name in ("torch", "torchvision", "transformers"):
     sys.modules[name] = None
 import gridsieve.services.preprocessing.__main__, gridsieve.services.preprocessing.workers.worker
 """
-
-
-@pytest.mark.parametrize(
-    ("cores", "memory_gib", "most", "why"),
-    [
-        (2, 24, 32, "16 for each of 2 cores"),
-        (16, 64, 256, "16 for each of 16 cores"),
-        (16, 8, 32, "a quarter of 8192 MiB, 64 for each"),
-        (64, 512, 512, "half of --max-requests 1024"),
-        (1, 0.0625, 1, "a quarter of 64 MiB, 64 for each"),
-    ],
-)
-def test_the_number_of_streams_follows_from_cores_and_memory(
-    cores: int, memory_gib: float, most: int, why: str
-) -> None:
-    assert most_streams(cores, int(memory_gib * 2**30), 1024) == (most, why)
 
 
 def test_the_service_starts_without_torch_and_transformers_which_its_image_lacks() -> None:

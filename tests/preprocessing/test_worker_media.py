@@ -12,19 +12,17 @@ import pytest
 from PIL import Image
 
 from gridsieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract
-from gridsieve.common.contract.plan import FrameShape
 from gridsieve.services.preprocessing.sources.source import Source, bytes_source
 from gridsieve.services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, PacketIndex, read_packets
-from gridsieve.services.preprocessing.video.pictures import decode_picture, read_picture
+from gridsieve.services.preprocessing.video.pictures import decode_picture, read_picture, read_pictures
 from gridsieve.services.preprocessing.video.resize import UInt8Array, View, resize_into
-from gridsieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
+from gridsieve.services.preprocessing.video.slices import PlannedVideo, Slice
 from gridsieve.services.preprocessing.workers.indexes import index_facts, index_of
 from gridsieve.services.preprocessing.workers.job_queue import JobQueue
 from gridsieve.services.preprocessing.workers.jobs import (
-    IndexPicture,
+    IndexPictures,
     IndexVideo,
     Order,
-    PictureSlices,
     VideoSlices,
 )
 from gridsieve.services.preprocessing.workers.limits import Limits
@@ -75,12 +73,12 @@ async def test_a_picture_comes_out_as_in_this_process(queue: JobQueue, format: s
     turned = {"exif": exif} if format in ("JPEG", "PNG", "WEBP") else {}
     Image.fromarray(noise).save(file, format, **turned)
     source = bytes_source("image", file.getvalue())
-    header = await queue.call(IndexPicture(source))
-    assert header == read_picture(source)
+    header = await queue.call(IndexPictures(source, ()))
+    assert header == read_pictures(source, ())
     assert (header.height_px, header.width_px) == ((45, 31) if turned else (31, 45))
-    (ours,) = await read(queue, PictureSlices(PlannedPicture(source, header, FrameShape(1, (56, 28)))))
+    (ours,) = await read(queue, VideoSlices(PlannedVideo(source, header, (0,), 1, (56, 28))))
     resized = np.empty((56, 28, 3), np.uint8)
-    resize_into(decode_picture(source, header), resized)
+    resize_into(decode_picture(source, read_picture(source)), resized)
     assert np.array_equal(ours.pixels[0], resized)
 
 
@@ -156,13 +154,13 @@ async def test_mutated_files_end_no_worker_and_leak_nothing(queue: JobQueue, rep
         source = bytes_source(name, data or b"\0")
         try:
             if name.startswith("picture"):
-                header = await queue.call(IndexPicture(source))
-                job: Any = PictureSlices(PlannedPicture(source, header, FrameShape(1, (28, 28))))
+                header = await queue.call(IndexPictures(source, ()))
+                video = PlannedVideo(source, header, (0,), 1, (28, 28))
             else:
                 index = await queue.call(IndexVideo(source))
                 places = tuple(range(min(len(index.times.ticks), 12) // 2 * 2))
-                job = VideoSlices(planned(source, index, places))
-            decoded += len(await read(queue, job))
+                video = planned(source, index, places)
+            decoded += len(await read(queue, VideoSlices(video)))
         except InvalidRequest:
             pass
         source.close()

@@ -14,7 +14,7 @@ from gridsieve.common.serving.guards import check_ports
 from gridsieve.common.serving.server import run, serve
 from gridsieve.common.telemetry.logs import configure_logging
 from gridsieve.common.telemetry.metrics import begin, begin_method
-from gridsieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
+from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
 from gridsieve.services.preprocessing.fetch.login import logins_of
 from gridsieve.services.preprocessing.planner import Planner
 from gridsieve.services.preprocessing.rpc.metrics import FETCHED_BYTES, count_kept, count_replaced, watch
@@ -22,10 +22,11 @@ from gridsieve.services.preprocessing.rpc.planning_threads import PlanningThread
 from gridsieve.services.preprocessing.rpc.servicer import SERVICE, PreprocessingServicer
 from gridsieve.services.preprocessing.settings import PreprocessingSettings
 from gridsieve.services.preprocessing.sources.digests import digests
-from gridsieve.services.preprocessing.workers.job_queue import JobQueue, started
+from gridsieve.services.preprocessing.workers.job_queue import JobQueue
 from gridsieve.services.preprocessing.workers.limits import Mechanism
 from gridsieve.services.preprocessing.workers.media_reader import indexes
-from gridsieve.services.preprocessing.workers.streams import StreamWorkers, most_streams
+from gridsieve.services.preprocessing.workers.stream_room import StreamRoom
+from gridsieve.services.preprocessing.workers.streams import StreamWorkers
 from gridsieve.v1.preprocessing_pb2_grpc import add_PreprocessingServiceServicer_to_server
 
 # Quick plans mostly take milliseconds; the second thread serves them while the first checks a long prompt.
@@ -41,28 +42,28 @@ async def main() -> ExitStatus:
     for flag, root in (("--media-root", settings.media_root), ("--upload-root", settings.upload_root)):
         if root is not None and not root.is_dir():
             raise StartupError(f"{flag} {root} is not a folder")
-    reading = JobQueue(settings.read_workers, settings.limits, settings.inflight_bytes, count_replaced)
+    reading = JobQueue(max(2, settings.decode_workers // 2), settings.limits, settings.inflight_bytes, count_replaced)
     decoding = JobQueue(settings.decode_workers, settings.limits, settings.inflight_bytes, count_replaced)
-    most, why = settings.max_streams, "--max-streams"
-    if most is None:
-        most, why = most_streams(cores(), memory_bytes(), settings.max_requests)
-        why = f"--max-streams is unset: {why}"
-    log.info("streams that may be watched", most=most, why=why)
-    streams = StreamWorkers(most, settings.limits, count_replaced, why)
+    if settings.max_streams is None:
+        room = StreamRoom.of(cores(), memory_bytes(), settings.max_requests)
+    else:
+        room = StreamRoom(settings.max_streams)
+    log.info("streams that may be watched", most=room.most, why=room.why, cores=room.cores)
+    streams = StreamWorkers(room, settings.limits, count_replaced)
     checkpoint = Checkpoint.find(settings.model)
     known = digests(count_kept("digest"))
     planner = Planner(checkpoint, settings.media_root, settings.media_max_bytes, known, settings.upload_root)
     begin("preprocessing", "Preprocess", checkpoint, settings.served_model_name)
     begin_method("Watch")
-    quick, slow = PlanningThreads(_QUICK_THREADS), PlanningThreads(settings.plan_threads)
+    quick, slow = PlanningThreads(_QUICK_THREADS), PlanningThreads(max(4, settings.decode_workers))
     watch(reading, decoding, quick, slow)
     # Exited from the right: the queues end first, so plans that wait for a worker fail before the threads are joined.
-    async with quick, slow, started(reading, decoding):
+    async with quick, slow, reading, decoding:
         confined_by = reading.workers.confined_by & decoding.workers.confined_by
         check_sandbox(confined_by, settings.require_sandbox)
-        observed = Observed(FETCHED_BYTES.inc, count_kept("fetch"))
         logins = logins_of(settings.media_credentials_file)
-        with closing(Fetcher(settings.fetch_policy, observed=observed, logins=logins)) as fetcher:
+        fetcher = Fetcher(settings.fetch_policy, logins=logins, on_bytes=FETCHED_BYTES.inc, on_get=count_kept("fetch"))
+        with closing(fetcher):
             servicer = PreprocessingServicer(
                 *(planner, fetcher, quick, slow, reading, decoding, streams, settings.max_inline_bytes),
                 known=indexes(count_kept("index")),

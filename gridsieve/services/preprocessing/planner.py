@@ -38,16 +38,10 @@ from gridsieve.services.preprocessing.prompt.turns import Turn
 from gridsieve.services.preprocessing.sources.digests import Digests, digests
 from gridsieve.services.preprocessing.sources.source import Source, bytes_source, path_source
 from gridsieve.services.preprocessing.video.packets import PacketIndex, read_packets
-from gridsieve.services.preprocessing.video.pictures import (
-    Picture,
-    PictureIndex,
-    is_picture,
-    read_picture,
-    read_pictures,
-)
-from gridsieve.services.preprocessing.video.resize import View, shrink_to
+from gridsieve.services.preprocessing.video.pictures import PictureIndex, is_picture, read_pictures
+from gridsieve.services.preprocessing.video.resize import shrink_to
 from gridsieve.services.preprocessing.video.sampling import FrameSampling, FrameTimes, Sampled, sample
-from gridsieve.services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo
+from gridsieve.services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedVideo
 from gridsieve.services.preprocessing.video.timing import TimeBase
 
 _MEDIA_DOMAIN, _PICTURES_DOMAIN = b"gridsieve media v2", b"gridsieve pictures v1"
@@ -70,7 +64,7 @@ class _Opened:
     request: MediaRequest
     modality: Modality
     source: Source | None = None
-    picture: Picture | None = None
+    picture: PictureIndex | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +90,6 @@ class Readers:
     """
 
     packets: Callable[[Source], PacketIndex] = read_packets
-    picture: Callable[[Source], Picture] = read_picture
     pictures: Callable[[Source, tuple[int, ...]], PictureIndex] = read_pictures
     check_cancelled: Callable[[], None] = lambda: None
 
@@ -161,7 +154,7 @@ class Planner:
         source = self._source(request, files, readers.check_cancelled)
         if request.frames is not None or not is_picture(source.head):
             return _Opened(request, Modality.VIDEO, source)
-        picture = readers.picture(source)
+        picture = readers.pictures(source, ())
         if picture.moves and request.modality is Modality.VIDEO:
             return _Opened(request, Modality.VIDEO, source)
         return _Opened(request, Modality.IMAGE, source, picture)
@@ -214,22 +207,18 @@ class Planner:
             expansion = self._family.expansion(embeds.grid, base)
         return _Item(embeds.modality, PlannedEmbeds(), FrameShape(), embeds.grid, expansion, content, base)
 
-    def _image(self, source: Source, picture: Picture, request: MediaRequest, index: int, images: int) -> _Item:
+    def _image(self, source: Source, picture: PictureIndex, request: MediaRequest, index: int, images: int) -> _Item:
         with _too_large():
             laid = self._family.image(picture.height_px, picture.width_px, request.sampling, index, images)
         picture_px = picture.height_px, picture.width_px
         frames = replace(laid.frames, dtype=self._family.frame_dtype)
-        sizes = [frames.frame_px(number) for number in range(frames.count)]
-        for size in sizes:
-            _check_side(size, picture_px)
-        sent = (_packed_sent(size, view) for size, view in zip(sizes, laid.views, strict=True))
         return _Item(
             modality=Modality.IMAGE,
-            planned=PlannedPicture(source, picture, frames, laid.views),
+            planned=PlannedVideo(source, picture, (0,), 1, frames.size_px, laid.views, frames.tile_px, frames.dtype),
             frames=frames,
             grid=laid.grid,
             expansion=laid.expansion,
-            content=(b"image", source.digest, *sent),
+            content=(b"image", source.digest, *_packed_views(laid, picture_px)),
             file=FileFacts(source_px=picture_px),
         )
 
@@ -279,10 +268,7 @@ class Planner:
             laid = self._family.sliced_video(*source_px, frames, sampling)
             laid = laid or self._whole_frames(source_px, sampled, sampling, group, base)
         pictures = len(laid.views)
-        sizes = [laid.frames.frame_px(number) for number in range(pictures)]
-        for size in sizes:
-            _check_side(size, source_px)
-        sent = b"".join(_packed_sent(size, view) for size, view in zip(sizes, laid.views, strict=True))
+        sent = b"".join(_packed_views(laid, source_px))
         return _Item(
             modality=Modality.VIDEO,
             planned=PlannedVideo(
@@ -365,16 +351,6 @@ def _with_modalities(turns: Sequence[Turn], modalities: Sequence[Modality]) -> t
     )
 
 
-def _check_side(size_px: SizePx, source_px: SizePx) -> None:
-    """size_px, source_px: of frames as they are sent, and before they are resized. Raises MediaRejected."""
-    if max(size_px) > MAX_FRAME_SIDE_PX:
-        raise MediaRejected(
-            f"has {source_px[1]}×{source_px[0]} pixels, and would be resized to {size_px[1]}×{size_px[0]}; at most "
-            f"{MAX_FRAME_SIDE_PX} are allowed on a side",
-            remedy="lower `frame_sampling.max_pixels`",
-        )
-
-
 @contextmanager
 def _too_large() -> Iterator[None]:
     """Raises PromptTooLong for a grid that is too large."""
@@ -397,9 +373,22 @@ def _missing(index: PacketIndex, sampling: FrameSampling) -> int:
     return missing
 
 
-def _packed_sent(size_px: SizePx, view: View | None) -> bytes:
-    """How frames are sent, as bytes, different for different ways."""
-    return repr((size_px, view and astuple(view))).encode()
+def _packed_views(laid: ImageLayout, source_px: SizePx) -> list[bytes]:
+    """How each picture of a frame is sent, as bytes, different for different ways.
+
+    source_px: of frames before they are resized. Raises MediaRejected where a resized side is too long.
+    """
+    packed = []
+    for number, view in enumerate(laid.views):
+        size_px = laid.frames.frame_px(number)
+        if max(size_px) > MAX_FRAME_SIDE_PX:
+            raise MediaRejected(
+                f"has {source_px[1]}×{source_px[0]} pixels, and would be resized to {size_px[1]}×{size_px[0]}; at most "
+                f"{MAX_FRAME_SIDE_PX} are allowed on a side",
+                remedy="lower `frame_sampling.max_pixels`",
+            )
+        packed.append(repr((size_px, view and astuple(view))).encode())
+    return packed
 
 
 def _packed(base: TimeBase | None) -> bytes:

@@ -74,26 +74,16 @@ class PreprocessingSettings(ServiceSettings):
         None,
         ge=0,
         description="maximum streams of encoded video that live sessions watch at a time, each with a decoding "
-        "process of its own, of --decode-memory-bytes; further ones are refused; unset: 16 for each core, as far as a "
-        "quarter of the memory has 64 MiB for each, and half of --max-requests suffices; the log says how many",
+        "process of its own, of --decode-memory-bytes; further ones are refused; unset: while the processes of cameras "
+        "use less than three quarters of the cores, a quarter of the memory has 64 MiB for each, and half of "
+        "--max-requests suffices; the log says how many",
     )
 
     decode_workers: int = Field(
         default_factory=cores,
         ge=1,
-        description="number of decoding processes, each with one media item at a time; default: one per core",
-    )
-    read_workers: int = Field(
-        default_factory=lambda: max(2, cores()),
-        ge=1,
-        description="number of processes that read headers and indexes, with one media item each; default: one per "
-        "core, at least 2",
-    )
-    plan_threads: int = Field(
-        default_factory=lambda: max(4, cores()),
-        ge=1,
-        description="number of threads that lay out prompts with media or large texts; default: one per core, at least "
-        "4",
+        description="number of decoding processes, each with one media item at a time; default: one per core. Headers "
+        "and indexes are read by half as many, at least 2, and prompts laid out by as many threads, at least 4",
     )
     inflight_bytes: int = Field(
         2**28,

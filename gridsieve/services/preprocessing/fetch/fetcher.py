@@ -19,7 +19,7 @@ import ssl
 import string
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from ipaddress import ip_address
 from typing import TypeAlias, TypeVar
@@ -57,14 +57,6 @@ _MAX_CAMERA_TARGET = 2047
 _HEADERS = {"User-Agent": "gridsieve", "Accept": "*/*", "Accept-Encoding": "identity"}
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """Callbacks for metrics. fetched: bytes from a server. kept: whether a URL's kept body was used."""
-
-    fetched: Callable[[int], None] = lambda _: None
-    kept: Callable[[bool], None] = lambda _: None
-
-
 class _UnknownHost(MediaRejected):
     """A host name without any address."""
 
@@ -73,7 +65,8 @@ class Fetcher:
     """Fetches URLs under one policy.
 
     resolve: defaults to the system's resolver. tls: defaults to the usual certificate authorities or SSL_CERT_FILE.
-    logins: of hosts that streams come from, by name, where a URL has none.
+    logins: of hosts that streams come from, by name, where a URL has none. on_bytes: told how many bytes come from
+    servers. on_get: told whether a URL's kept body was used.
     """
 
     def __init__(
@@ -81,8 +74,9 @@ class Fetcher:
         policy: FetchPolicy,
         resolve: Resolve | None = None,
         tls: ssl.SSLContext | None = None,
-        observed: Observed = Observed(),
         logins: Mapping[str, Login] | None = None,
+        on_bytes: Callable[[int], None] = lambda _: None,
+        on_get: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self._policy = policy
         self._logins = logins or {}
@@ -90,7 +84,7 @@ class Fetcher:
         self._tls = tls or httpx.create_ssl_context()
         self._disk = DiskBudget(policy.disk_bytes)
         self._bodies = BodyCache(self._disk)
-        self._observed = observed
+        self._on_bytes, self._on_get = on_bytes, on_get
         self._running = asyncio.Semaphore(MAX_CONCURRENT_FETCHES)
 
     def close(self) -> None:
@@ -128,13 +122,10 @@ class Fetcher:
         with resource_errors_as_overloaded(f"{name}.url"), within(f"{name}.url"):
             try:
                 async with self._running, asyncio.timeout(self._policy.total_s):
-                    return await self._fetch(name, url)
+                    body = await self._follow(parse_url(url), self._get)
+                    return Source(name, body.digest, body.file.descriptor, body.file.close)
             except TimeoutError as error:
                 raise MediaRejected(f"took longer than the allowed {self._policy.total_s:g} s") from error
-
-    async def _fetch(self, name: str, url: str) -> Source:
-        body = await self._follow(parse_url(url), self._get)
-        return Source(name, body.digest, body.file.descriptor, body.file.close)
 
     @asynccontextmanager
     async def stream(self, name: str, url: str, every_s: float) -> AsyncIterator[Camera | Download]:
@@ -176,13 +167,13 @@ class Fetcher:
         addresses = await self._addresses(url)
         tls = self._tls if url.scheme == "rtsps" else None
         connection = await connected(url, addresses, self._policy.connect_s, tls)
-        theirs = await stack.enter_async_context(relayed(connection, self._observed.fetched))
+        theirs = await stack.enter_async_context(relayed(connection, self._on_bytes))
         return Camera(theirs, url.target, f"{url.login.quoted}@" if url.login else "", self._policy.total_s)
 
     async def _read(self, name: str, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         with resource_errors_as_overloaded(name), within(name):
             async for piece in pieces:
-                self._observed.fetched(len(piece))
+                self._on_bytes(len(piece))
                 yield piece
 
     async def _open(
@@ -255,7 +246,7 @@ class Fetcher:
         """The body, whose file the caller closes, or the Location of a redirect."""
         kept = self._bodies.find(str(url))
         if kept is not None and kept.is_fresh:
-            self._observed.kept(True)
+            self._on_get(True)
             return kept
         with ExitStack() as files:
             if kept is not None:
@@ -263,7 +254,7 @@ class Fetcher:
             answer = await self._ask(url, addresses, kept)
             if kept is not None and answer is kept:
                 files.pop_all()
-            self._observed.kept(answer is kept)
+            self._on_get(answer is kept)
             return answer
 
     async def _ask(self, url: Url, addresses: Sequence[IPAddress], kept: Body | None) -> Body | str:
@@ -325,7 +316,7 @@ class Fetcher:
             async for piece in response.aiter_raw(_PIECE_BYTES):
                 self._check_size(file.size_bytes + len(piece))
                 await in_thread(partial(_take, piece, file, digest))
-                self._observed.fetched(len(piece))
+                self._on_bytes(len(piece))
             if not file.size_bytes:
                 raise MediaRejected("is empty")
         except BaseException:

@@ -103,7 +103,7 @@ class Choice:
         numbers = range(self.first if self._reference else 0)
         return [Slice(number * frames, nothing, 0, 0.0, 0.0, now_ns, now_ns, kept=_NONE) for number in numbers]
 
-    def add(self, whole: Slice, holds: bool) -> Slice | None:
+    def take(self, whole: Slice, holds: bool) -> Slice | None:
         """Takes the next slice. Returns its chosen tokens, [F, k · side, side, 3]; None: `rest` will.
 
         holds: whether the pixels of a deferred slice may be held until then.
@@ -134,7 +134,7 @@ class Choice:
         return replace(self._cut(whole, kept), reference=self._reference.written() if last else b"")
 
     def choose(self) -> Sequence[int]:
-        """Chooses the tokens of the deferred slices, once all slices were added.
+        """Chooses the tokens of the deferred slices, once all slices were taken.
 
         Returns the numbers of the slices to be decoded again for `rest`: those that keep tokens and whose pixels are
         not held. All of a video with repaired frames, because what replaces these depends on the frames around them.

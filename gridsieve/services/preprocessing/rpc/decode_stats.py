@@ -5,9 +5,9 @@ selected ── decode ── resize ── decode ── resize ── done    
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import monotonic_ns
+from types import TracebackType
+from typing import Self
 
 from gridsieve.common.telemetry.metrics import STAGE_BUSY_SECONDS
 from gridsieve.common.telemetry.tracing import record
@@ -15,7 +15,7 @@ from gridsieve.services.preprocessing.video.slices import Slice
 
 
 class DecodeStats:
-    """Collects the times of one item's slices, from its selection on."""
+    """Collects the times of one item's slices inside its block, from the item's selection on, and then records them."""
 
     def __init__(self, media_index: int) -> None:
         self._media_index = media_index
@@ -27,7 +27,7 @@ class DecodeStats:
         self._resizing_ns = 0
         self._resized_ns = 0
 
-    def add(self, made: Slice) -> None:
+    def count(self, made: Slice) -> None:
         self._frames += len(made.pixels)
         self._decode_s += made.decode_s
         self._resize_s += made.resize_s
@@ -36,8 +36,10 @@ class DecodeStats:
         self._decoded_ns = max(self._decoded_ns, made.decoded_ns)
         self._resized_ns = max(self._resized_ns, made.resized_ns)
 
-    def report(self, error: BaseException | None) -> None:
-        """Records the metrics and spans. error: the exception that ended the item, if any."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         STAGE_BUSY_SECONDS.labels("decode").observe(self._decode_s)
         STAGE_BUSY_SECONDS.labels("resize").observe(self._resize_s)
         now_ns = monotonic_ns()
@@ -47,15 +49,3 @@ class DecodeStats:
         record("decode", self._began_ns, min(decoded_ns, now_ns), error, busy_s=self._decode_s, **item)
         if self._frames:
             record("resize", self._resizing_ns, min(resized_ns, now_ns), error, busy_s=self._resize_s, **item)
-
-
-@contextmanager
-def recording_decode(media_index: int) -> Iterator[DecodeStats]:
-    """Collects the stats of one item inside the block, and reports them when it is left."""
-    stats = DecodeStats(media_index)
-    try:
-        yield stats
-    except BaseException as error:
-        stats.report(error)
-        raise
-    stats.report(None)

@@ -73,13 +73,13 @@ def count_kept(cache: str) -> Callable[[bool], None]:
 def watch(reading: JobQueue, decoding: JobQueue, quick: PlanningThreads, slow: PlanningThreads) -> None:
     """Connects the gauges to the queues and threads, which are read at each scrape."""
     INFLIGHT_BYTES.set(decoding.inflight.size_bytes)
-    INFLIGHT_BYTES_USED.set_function(lambda: decoding.inflight_bytes)
+    INFLIGHT_BYTES_USED.set_function(lambda: decoding.inflight.held_bytes)
     for mechanism in Mechanism:
         WORKERS_CONFINED.labels(mechanism).set_function(partial(_confines, decoding, mechanism))
-    for name, pool in {"read": reading, "decode": decoding}.items():
-        _watch_pool(name, pool)
-    for name, threads in {"quick": quick, "slow": slow}.items():
-        _watch_threads(name, threads)
+    _watch_pool("read", reading)
+    _watch_pool("decode", decoding)
+    _watch_threads("quick", quick)
+    _watch_threads("slow", slow)
 
 
 def _confines(pool: JobQueue, mechanism: Mechanism) -> bool:

@@ -18,6 +18,7 @@ import grpc
 from gridsieve.common.byte_semaphore import ByteSemaphore
 from gridsieve.common.contract.errors import InvalidRequest, within
 from gridsieve.common.contract.limits import MAX_INLINE_BYTES
+from gridsieve.common.contract.plan import Modality
 from gridsieve.common.contract.requests import pruning_from, received_pieces, selections
 from gridsieve.common.contract.wire import pruning_of
 from gridsieve.common.handover import Sender, sender_to
@@ -29,23 +30,22 @@ from gridsieve.services.preprocessing.conversation import Conversation
 from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
 from gridsieve.services.preprocessing.planner import PlannedPrompt, Planner, Readers
 from gridsieve.services.preprocessing.pruning.choice import Choice, choice_of
-from gridsieve.services.preprocessing.rpc.decode_stats import DecodeStats, recording_decode
+from gridsieve.services.preprocessing.rpc.decode_stats import DecodeStats
 from gridsieve.services.preprocessing.rpc.messages import conversation_of, frames_responses, plan_responses
 from gridsieve.services.preprocessing.rpc.metrics import count_frames
 from gridsieve.services.preprocessing.rpc.planning_threads import PlanningThreads
 from gridsieve.services.preprocessing.rpc.watching import Watching
 from gridsieve.services.preprocessing.sources.in_thread import in_thread
 from gridsieve.services.preprocessing.sources.source import ReceivedFile
-from gridsieve.services.preprocessing.video.repeats import Repeats, repeats_of
+from gridsieve.services.preprocessing.video.repeats import Repeats
 from gridsieve.services.preprocessing.video.slices import (
     PlannedEmbeds,
     PlannedMedia,
-    PlannedPicture,
     PlannedVideo,
     Slice,
 )
 from gridsieve.services.preprocessing.workers.job_queue import JobQueue
-from gridsieve.services.preprocessing.workers.jobs import slices_job
+from gridsieve.services.preprocessing.workers.jobs import VideoSlices
 from gridsieve.services.preprocessing.workers.media_reader import Indexes, MediaReader, indexes
 from gridsieve.services.preprocessing.workers.segments import slices_of
 from gridsieve.services.preprocessing.workers.streams import StreamWorkers
@@ -109,7 +109,9 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     pruning = pruning_from(select, pruning_of(select.pruning), item)
                     choice = choice_of(pruning, item, shares=sender is not None)
                 queue = ResponseQueue[PreprocessResponse](None)
-                media, repeats = planned.media[media_index], repeats_of(item, salt)
+                media = planned.media[media_index]
+                # The tiles of an image differ.
+                repeats = Repeats(item, salt) if item.modality is Modality.VIDEO else None
                 task = asyncio.create_task(self._frames(media_index, media, choice, repeats, sender, queue))
                 # `aclosing` stops the job before the files are closed; an abandoned generator would be closed later.
                 async with aclosing(queue.until_done(task)) as responses:
@@ -139,7 +141,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
 
     async def _plan(self, conversation: Conversation) -> PlannedPrompt:
         reader = MediaReader(self._reading_queue, self._known)
-        readers = Readers(reader.packets, reader.picture, reader.pictures, reader.check_cancelled)
+        readers = Readers(reader.packets, reader.pictures, reader.check_cancelled)
         threads = self._quick if conversation.is_quick else self._slow
         job = asyncio.ensure_future(threads.call(partial(self._planner.plan, conversation, readers)))
         try:
@@ -162,7 +164,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
     ) -> None:
         if isinstance(media, PlannedEmbeds):
             return
-        with recording_decode(media_index) as stats:
+        with DecodeStats(media_index) as stats:
             made = self._chosen(media, choice, stats) if choice else self._decoded(media, stats)
             async with aclosing(made) as slices:
                 async for each in slices:
@@ -172,11 +174,8 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     for response in frames_responses(media_index, each, shared):
                         await queue.put(response)
 
-    async def _chosen(
-        self, media: PlannedVideo | PlannedPicture, choice: Choice, stats: DecodeStats
-    ) -> AsyncGenerator[Slice]:
+    async def _chosen(self, media: PlannedVideo, choice: Choice, stats: DecodeStats) -> AsyncGenerator[Slice]:
         """The tokens that are kept of each slice."""
-        assert isinstance(media, PlannedVideo)
         skipped = choice.skip()
         for each in skipped:
             yield each
@@ -187,7 +186,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     holds = choice.defers and self._holding.try_reserve(choice.slice_bytes)
                     if choice.defers:
                         held.append(holds)
-                    if ready := await in_thread(partial(choice.add, each, holds)):
+                    if ready := await in_thread(partial(choice.take, each, holds)):
                         yield ready
             numbers = await asyncio.to_thread(choice.choose)
             async with aclosing(self._decoded(media.only(numbers), stats)) as slices:
@@ -199,13 +198,11 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         finally:
             self._holding.release(sum(held) * choice.slice_bytes)
 
-    async def _decoded(
-        self, media: PlannedVideo | PlannedPicture, stats: DecodeStats, begin: int = 0
-    ) -> AsyncGenerator[Slice]:
+    async def _decoded(self, media: PlannedVideo, stats: DecodeStats, begin: int = 0) -> AsyncGenerator[Slice]:
         """The whole slices of an item, from slice `begin` on."""
-        async with slices_of(self._decoding_queue, slices_job(media, begin)) as slices:
+        async with slices_of(self._decoding_queue, VideoSlices(media, begin)) as slices:
             async for each in slices:
-                stats.add(each)
+                stats.count(each)
                 count_frames(each)
                 add_request_stats(frames=len(each.pixels))
                 yield each

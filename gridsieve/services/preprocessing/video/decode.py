@@ -18,7 +18,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
-from typing import Self
 
 import av
 from av.packet import Packet
@@ -51,19 +50,6 @@ _CODEC_THREADS, _THREADED_FROM_PX = 2, 640 * 360
 _LARGEST_PIXEL_BYTES = 6
 
 
-class RemainingPlaces(tuple[int, ...]):
-    """The remaining places of an item that has `whole` places, of which `repaired` earlier ones were repaired."""
-
-    whole: int
-    repaired: int
-
-    @classmethod
-    def of(cls, places: Iterable[int], whole: int, repaired: int) -> Self:
-        rest = cls(places)
-        rest.whole, rest.repaired = whole, repaired
-        return rest
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedFrame:
     """pixels: uint8 [H, W, 3], RGB, upright. repaired: the frame could not be decoded and repeats the one before."""
@@ -73,15 +59,21 @@ class DecodedFrame:
 
 
 def decode_frames(
-    source: Source, index: PacketIndex, places: Sequence[int], progress: Callable[[], None] = lambda: None
+    source: Source,
+    index: PacketIndex,
+    places: Sequence[int],
+    progress: Callable[[], None] = lambda: None,
+    whole: int = 0,
+    repaired: int = 0,
 ) -> Generator[DecodedFrame, None, None]:
     """Yields one frame for each of `places`, which must not decrease.
 
-    progress: called for each packet that is read.
-    Raises MediaDamaged if more than a tenth of the item's frames cannot be decoded (of the whole item where `places`
-    are `RemainingPlaces`), or MemoryError if FFmpeg ran out of memory meanwhile; MediaRejected for exceeded limits.
+    progress: called for each packet that is read. whole: places of the item, of which these may be a part (0: they are
+    all), and of which `repaired` earlier ones were repaired.
+    Raises MediaDamaged if more than a tenth of the item's frames cannot be decoded, or MemoryError if FFmpeg ran out of
+    memory meanwhile; MediaRejected for exceeded limits.
     """
-    whole, repaired = (places.whole, places.repaired) if isinstance(places, RemainingPlaces) else (len(places), 0)
+    whole = whole or len(places)
     allowed = MAX_REPAIRED_SHARE * whole
     with ExitStack() as stack:
         frames = _Frames(source, index, places, progress, stack)
@@ -209,7 +201,7 @@ class _Frames:
         for packet in packets:
             self._progress()
             is_second_field = not packet.is_discard and second_fields.holds(packet)
-            if not packet.is_discard and shifts.add() and self._skip_to is None:
+            if not packet.is_discard and shifts.count_packet() and self._skip_to is None:
                 yield from self._frames_of(None)
                 self._codec.flush_buffers()
             shown = None if packet.pts is None or self._by_order else self._indexed(packet.pts + shifts.shift)

@@ -100,7 +100,8 @@ class EpochReader:
         """A packet that is decoded and not shown: the container's edit list hides it."""
         self._parts[-1].begun |= packet.is_keyframe
 
-    def add(self, packet: Packet[VideoStream]) -> None:
+    def show(self, packet: Packet[VideoStream]) -> None:
+        """A packet whose frame is shown."""
         pts = self._follow(packet)
         self._read += 1
         self.packets += 1
@@ -148,7 +149,7 @@ class EpochReader:
         return made
 
     def finish(self) -> None:
-        """All packets were added. Leaves out parts without a keyframe, unless the whole file has none."""
+        """All packets were read. Leaves out parts without a keyframe, unless the whole file has none."""
         if any(part.begun for part in self._parts):
             for part in self._parts:
                 part.pts = part.pts if part.begun else array("q")
@@ -198,7 +199,7 @@ class EpochShifts:
         self._packets = 0
         self._rest = list(reversed(epochs))
 
-    def add(self) -> bool:
+    def count_packet(self) -> bool:
         """Counts the next packet, to which `shift` then applies. Returns whether another recording begins with it."""
         joined = False
         while self._rest and self._rest[-1].first_packet <= self._packets:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain, islice, pairwise
@@ -137,19 +137,19 @@ def _reads_one_picture(demuxer: str) -> bool:
 
 def packets_of(container: InputContainer, stream: VideoStream) -> Iterator[Packet[VideoStream]]:
     """The stream's packets from the container's current position to its end, or to where reading fails."""
+    with suppress(av.FFmpegError):
+        yield from (packet for packet in demuxed(container, stream) if packet.size)
+
+
+def demuxed(container: InputContainer, stream: VideoStream) -> Iterator[Packet[VideoStream]]:
+    """As `packets_of`, with an empty packet at the end. Raises FFmpegError where reading fails."""
     packets = container.demux(stream)
     while True:
         try:
-            packet = next(packets, None)
+            yield from packets
+            return
         except IndexError:  # raised by PyAV at a packet of a stream that the header did not announce
             packets = container.demux(stream)
-            continue
-        except av.FFmpegError:
-            return
-        if packet is None:
-            return
-        if packet.size:
-            yield packet
 
 
 def read_packets(source: Source) -> PacketIndex:
@@ -171,7 +171,7 @@ def read_packets(source: Source) -> PacketIndex:
             if abs(packet.pts or 0) >= MAX_PTS:
                 text = f"has a frame at {packet.pts} ticks, all must be within ±{MAX_PTS}"
                 raise MediaRejected(text, field=source.name)
-            reader.add(packet)
+            reader.show(packet)
         if not reader.packets:
             raise MediaRejected("holds no frames", field=source.name)
         index = _index(source, container, stream, reader, time_base)

@@ -114,19 +114,21 @@ class PictureFrames:
 class PictureIndex:
     """The headers of a video's pictures: the size that all have once upright, and the orientation of each.
 
-    ends: as in PictureFrames. An empty picture is upright.
+    ends: as in PictureFrames; empty: the whole file is one picture. An empty picture is upright. moves: whether others
+        follow the one picture, in an animation.
     """
 
     ends: tuple[int, ...]
     orientations: tuple[int, ...]
     height_px: int
     width_px: int
+    moves: bool = False
 
 
 def read_pictures(source: Source, ends: Sequence[int], progress: Callable[[], None] = lambda: None) -> PictureIndex:
     """Sizes and orientations from the headers of pictures that follow one another in a file. Empty ones have none.
 
-    progress: called for each picture.
+    ends: as in PictureIndex. progress: called for each picture.
     Raises MediaRejected as `read_picture`, and for a picture of another size than the first.
     """
     found: list[Picture] = []
@@ -139,7 +141,8 @@ def read_pictures(source: Source, ends: Sequence[int], progress: Callable[[], No
             raise MediaRejected(text, field=part.name, value=sizes[1], limit=sizes[0])
         progress()
     orientations = (UPRIGHT,) * left_out + tuple(each.orientation for each in found)
-    return PictureIndex(tuple(ends), orientations, found[0].height_px, found[0].width_px)
+    moves = found[0].moves and not ends
+    return PictureIndex(tuple(ends), orientations, found[0].height_px, found[0].width_px, moves)
 
 
 def decode_pictures(
@@ -160,6 +163,8 @@ def decode_pictures(
 
 
 def _parts(source: Source, ends: Sequence[int]) -> Iterator[Source]:
+    if not ends:
+        yield source
     for number, (begin, end) in enumerate(pairwise((0, *ends))):
         yield source.part(f"{source.name}.frames.pictures[{number}]", begin, end)
 

@@ -13,15 +13,10 @@ from __future__ import annotations
 import struct
 from dataclasses import replace
 
-from gridsieve.common.contract.plan import MediaPlan, Modality, salted, tagged_digest
+from gridsieve.common.contract.plan import MediaPlan, salted, tagged_digest
 from gridsieve.services.preprocessing.video.slices import Slice
 
 _DOMAIN = b"gridsieve slice v1"
-
-
-def repeats_of(plan: MediaPlan, cache_salt: str) -> Repeats | None:
-    """For the slices of a video; None for an image, whose tiles differ."""
-    return Repeats(plan, cache_salt) if plan.modality is Modality.VIDEO else None
 
 
 class Repeats:

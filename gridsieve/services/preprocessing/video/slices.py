@@ -13,13 +13,13 @@ from time import monotonic_ns
 
 import numpy as np
 
-from gridsieve.common.contract.plan import FrameShape, Int32Array, SizePx
+from gridsieve.common.contract.plan import Int32Array, SizePx
 from gridsieve.common.contract.tensors import DType
 from gridsieve.common.sealed_memory import SealedMemory
 from gridsieve.services.preprocessing.sources.source import Source
 from gridsieve.services.preprocessing.video.decode import DecodedFrame, decode_frames
 from gridsieve.services.preprocessing.video.packets import PacketIndex
-from gridsieve.services.preprocessing.video.pictures import Picture, PictureIndex, decode_picture, decode_pictures
+from gridsieve.services.preprocessing.video.pictures import PictureIndex, decode_pictures
 from gridsieve.services.preprocessing.video.resize import FrameArray, UInt8Array, View, view_into
 
 _NS = 1e-9
@@ -51,32 +51,10 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedPicture:
-    """A picture, the frames in which it is sent, and what each of them shows (None: all)."""
-
-    source: Source
-    picture: Picture
-    frames: FrameShape
-    views: tuple[View | None, ...] = (None,)
-
-    def slices(self, first: int = 0) -> Generator[Slice, None, None]:
-        """Yields a slice for each frame from `first` on. Raises MediaDamaged if the picture cannot be decoded."""
-        start_ns = monotonic_ns()
-        pixels = decode_picture(self.source, self.picture)
-        decoded_ns = monotonic_ns()
-        for number, view in enumerate(self.views[first:], first):
-            begun_ns = monotonic_ns()
-            resized = np.empty((1, *self.frames.frame_px(number), 3), self.frames.dtype.label)
-            view_into(pixels, view, resized[0])
-            resized_ns = monotonic_ns()
-            decode_s = 0.0 if number > first else (decoded_ns - start_ns) * _NS
-            yield Slice(number, resized, 0, decode_s, (resized_ns - begun_ns) * _NS, decoded_ns, resized_ns)
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedVideo:
     """A video, the places of its selected frames, and their height and width as they are sent.
 
+    An image is a video of one frame here.
     index: where the frames are in its file, which may be one of pictures. slice_frames: of each temporal slice, but
         the last may have fewer. views: what each frame shows (None: all); several: each frame is sent as so many
         pictures, of which each is a slice, and all but the first are tiles of `tile_px` (None: of `size_px`). dtype:
@@ -102,19 +80,21 @@ class PlannedVideo:
         step = self.slice_frames
         return replace(self, places=tuple(chain.from_iterable(self.places[n * step :][:step] for n in numbers)))
 
-    def slices(self, progress: Callable[[], None] = lambda: None) -> Generator[Slice, None, None]:
-        """Yields slices in order. progress and exceptions: as in `decode_frames` and `decode_pictures`."""
+    def slices(
+        self, progress: Callable[[], None] = lambda: None, whole: int = 0, repaired: int = 0
+    ) -> Generator[Slice, None, None]:
+        """Yields slices in order. The arguments, and exceptions: as in `decode_frames` and `decode_pictures`."""
         resizing = _Resizing(self.views[0])
-        with closing(self._frames(progress)) as frames:
+        with closing(self._frames(progress, whole, repaired)) as frames:
             for first in range(0, len(self.places), self.slice_frames):
                 if len(self.views) > 1:
                     yield from self._pictures(first * len(self.views), frames)
                 else:
                     yield self._slice(first, frames, resizing)
 
-    def _frames(self, progress: Callable[[], None]) -> Generator[DecodedFrame, None, None]:
+    def _frames(self, progress: Callable[[], None], whole: int, repaired: int) -> Generator[DecodedFrame, None, None]:
         if isinstance(self.index, PacketIndex):
-            yield from decode_frames(self.source, self.index, self.places, progress)
+            yield from decode_frames(self.source, self.index, self.places, progress, whole, repaired)
         else:
             for pixels in decode_pictures(self.source, self.index, self.places, progress):
                 yield DecodedFrame(pixels, repaired=False)
@@ -173,4 +153,4 @@ class PlannedEmbeds:
         yield from ()
 
 
-PlannedMedia = PlannedPicture | PlannedVideo | PlannedEmbeds
+PlannedMedia = PlannedVideo | PlannedEmbeds

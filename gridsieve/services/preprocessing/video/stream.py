@@ -34,6 +34,7 @@ from gridsieve.services.preprocessing.video.packets import (
     OPEN_OPTIONS,
     check_frame_size,
     decoder_of,
+    demuxed,
     reason_of,
     video_stream,
 )
@@ -216,14 +217,11 @@ class _Bytes:
 def _decoded(
     container: InputContainer, stream: VideoStream, name: str, came: Callable[[bool], None], reported: _Reported
 ) -> Iterator[VideoFrame]:
-    packets, codec = container.demux(stream), decoder_of(stream)
+    packets, codec = demuxed(container, stream), decoder_of(stream)
     began = False
     while True:
         try:
             packet = next(packets, None)
-        except IndexError:  # raised by PyAV at a packet of a stream that the header did not announce
-            packets = container.demux(stream)
-            continue
         except av.FFmpegError as error:
             remedy = None if began or container.format.name == "rtsp" else _REMEDY
             text = f"cannot be read any further: {reason_of(error)}"

@@ -61,7 +61,7 @@ def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
     )
     if times.length_s > MAX_LENGTH_S:
         raise PeerContract("a worker's index is longer than the longest video")
-    height, width = frame_size_of(facts)
+    height, width = _frame_size(facts)
     return PacketIndex(
         times=times,
         pts=None if by_order else array("q", pts.tobytes()),
@@ -81,15 +81,16 @@ def picture_index_facts(index: PictureIndex) -> dict[str, Any]:
         "height_px": index.height_px,
         "width_px": index.width_px,
         "orientations": list(index.orientations),
+        "moves": int(index.moves),
     }
 
 
 def picture_index_of(facts: Facts, ends: tuple[int, ...]) -> PictureIndex:
     """The inverse of `picture_index_facts`. Raises PeerContract for an index that `read_pictures` cannot have made."""
     orientations = facts.integers("orientations", MAX_FRAMES, 1, 8)
-    if len(orientations) != len(ends):
+    if len(orientations) != max(1, len(ends)):
         raise PeerContract("a worker's index has another number of pictures than the request")
-    return PictureIndex(ends, orientations, *frame_size_of(facts))
+    return PictureIndex(ends, orientations, *_frame_size(facts), moves=bool(facts.integer("moves", 0, 1)))
 
 
 def _epochs(facts: Facts) -> tuple[Epoch, ...]:
@@ -100,7 +101,7 @@ def _epochs(facts: Facts) -> tuple[Epoch, ...]:
     return tuple(Epoch(first_packet, shift, bool(joined)) for first_packet, shift, joined in epochs)
 
 
-def frame_size_of(facts: Facts) -> tuple[int, int]:
+def _frame_size(facts: Facts) -> tuple[int, int]:
     height = facts.integer("height_px", 1, MAX_FRAME_PX)
     return height, facts.integer("width_px", 1, MAX_FRAME_PX // height)
 

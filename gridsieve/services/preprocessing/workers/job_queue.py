@@ -13,7 +13,7 @@ import asyncio
 import errno
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Generic, Self, TypeAlias, TypeVar
 
@@ -39,7 +39,10 @@ _MIN_PIECE_BYTES = 2**20
 
 
 class InFlightBudget:
-    """The budget of unread bytes that all jobs share: at most `size_bytes`, plus one piece for each job."""
+    """The budget of unread bytes that all jobs share: at most `size_bytes`, plus one piece for each job.
+
+    held_bytes: of pieces that are made, or that a worker may make, and that are not read yet. shares: jobs.
+    """
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -148,11 +151,6 @@ class JobQueue:
         """Jobs that run or wait for a worker."""
         return self.inflight.shares
 
-    @property
-    def inflight_bytes(self) -> int:
-        """Bytes of pieces that are made, or that a worker may make, and that are not read yet."""
-        return self.inflight.held_bytes
-
     async def call(self, job: Job[T]) -> T:
         """Runs a job of one piece and returns the piece. Raises as `stream` does."""
         async with self.stream(job, piece_bytes=0) as pieces:
@@ -258,19 +256,6 @@ class JobQueue:
             raise WorkerFault(Fault.SLOW, text) from error
         finally:
             run.left_s -= clock() - start
-
-
-@asynccontextmanager
-async def started(*queues: JobQueue) -> AsyncIterator[None]:
-    """Starts queues side by side. Raises StartupError if one does not start; the others are stopped then."""
-    async with AsyncExitStack() as stack:
-        try:
-            async with asyncio.TaskGroup() as starting:
-                for queue in queues:
-                    starting.create_task(stack.enter_async_context(queue))
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        yield
 
 
 def failure_of(facts: Facts, limits: Limits) -> Exception:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +20,10 @@ from gridsieve.common.contract.tensors import DType
 from gridsieve.common.sealed_memory import SealedMemory
 from gridsieve.services.preprocessing.sources.source import Source
 from gridsieve.services.preprocessing.video.packets import MAX_PACKETS, PacketIndex
-from gridsieve.services.preprocessing.video.pictures import Picture, PictureIndex
+from gridsieve.services.preprocessing.video.pictures import PictureIndex
 from gridsieve.services.preprocessing.video.resize import UInt8Array, View
-from gridsieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
+from gridsieve.services.preprocessing.video.slices import PlannedVideo, Slice
 from gridsieve.services.preprocessing.workers.indexes import (
-    frame_size_of,
     index_facts,
     index_of,
     picture_index_facts,
@@ -71,13 +70,20 @@ class Job(Protocol[T_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class IndexVideo:
-    """Reads a video's packets."""
+class _Reading:
+    """Reads what a plan needs of a file: one piece, and no frames."""
 
     source: Source
-    pieces: int = 1
-    piece_bytes: int = 2 * MAX_PACKETS * 8
-    frames: int = 0
+    pieces: ClassVar[int] = 1
+    piece_bytes: ClassVar[int] = 0
+    frames: ClassVar[int] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class IndexVideo(_Reading):
+    """Reads a video's packets."""
+
+    piece_bytes: ClassVar[int] = 2 * MAX_PACKETS * 8
 
     def order(self, done: int) -> Order:
         return Order("index_video")
@@ -89,31 +95,10 @@ class IndexVideo:
 
 
 @dataclass(frozen=True, slots=True)
-class IndexPicture:
-    """Reads a picture's header."""
+class IndexPictures(_Reading):
+    """Reads the header of a picture, or those of pictures that are the frames of a video. ends: as in PictureIndex."""
 
-    source: Source
-    pieces: int = 1
-    piece_bytes: int = 0
-    frames: int = 0
-
-    def order(self, done: int) -> Order:
-        return Order("index_picture")
-
-    def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> Picture:
-        height, width = frame_size_of(facts)
-        return Picture(height, width, facts.integer("orientation", 1, 8), bool(facts.integer("moves", 0, 1)))
-
-
-@dataclass(frozen=True, slots=True)
-class IndexPictures:
-    """Reads the headers of pictures that are the frames of a video. ends: where each ends in the source."""
-
-    source: Source
     ends: tuple[int, ...]
-    pieces: int = 1
-    piece_bytes: int = 0
-    frames: int = 0
 
     def order(self, done: int) -> Order:
         return Order("index_pictures", numbers=np.array(self.ends, np.int64))
@@ -199,45 +184,6 @@ class VideoSlices:
         return made
 
 
-@dataclass(frozen=True, slots=True)
-class PictureSlices:
-    """Decodes and resizes a picture: one slice for each frame."""
-
-    picture: PlannedPicture
-
-    @property
-    def source(self) -> Source:
-        return self.picture.source
-
-    @property
-    def pieces(self) -> int:
-        return self.picture.frames.count
-
-    @property
-    def frames(self) -> int:
-        return self.pieces
-
-    @property
-    def piece_bytes(self) -> int:
-        frames = self.picture.frames
-        return 3 * frames.dtype.itemsize * max(math.prod(frames.frame_px(number)) for number in (0, 1))
-
-    def order(self, done: int) -> Order:
-        header, frames = self.picture.picture, self.picture.frames
-        facts = {
-            "height_px": header.height_px,
-            "width_px": header.width_px,
-            "orientation": header.orientation,
-            "tile_px": frames.tile_px or (),
-            "first": done,
-        }
-        return Order("picture_slices", facts | _sent_facts(frames.size_px, self.picture.views, frames.dtype))
-
-    def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> Slice:
-        frames = self.picture.frames
-        return _slice(number, (1, *frames.frame_px(number), 3), frames.dtype, facts, data, memory)
-
-
 def _sent_facts(size_px: SizePx, views: Sequence[View | None], dtype: DType) -> dict[str, Any]:
     return {"size_px": size_px, "views": [view and asdict(view) for view in views], "dtype": FRAME_DTYPES.index(dtype)}
 
@@ -252,11 +198,6 @@ def sent_of(facts: Facts) -> tuple[SizePx, tuple[View | None, ...], DType]:
 def _view(squared: Sequence[int] | None, through: Sequence[Sequence[int]], **others: Any) -> View:
     sizes: Any = tuple(map(tuple, through))
     return View(**others, squared=None if squared is None else tuple(squared), through=sizes)  # type: ignore[arg-type]
-
-
-def slices_job(media: PlannedVideo | PlannedPicture, begin: int = 0) -> Job[Slice]:
-    """The job that makes the frames of an item. begin: the first slice, above 0 for a video of pictures alone."""
-    return VideoSlices(media, begin) if isinstance(media, PlannedVideo) else PictureSlices(media)
 
 
 def _slice(

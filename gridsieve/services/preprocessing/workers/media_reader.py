@@ -13,14 +13,14 @@ from gridsieve.common.contract.errors import Unavailable
 from gridsieve.services.preprocessing.sources.last_used import LastUsed
 from gridsieve.services.preprocessing.sources.source import Source
 from gridsieve.services.preprocessing.video.packets import PacketIndex
-from gridsieve.services.preprocessing.video.pictures import Picture, PictureIndex
+from gridsieve.services.preprocessing.video.pictures import PictureIndex
 from gridsieve.services.preprocessing.workers.job_queue import JobQueue
-from gridsieve.services.preprocessing.workers.jobs import IndexPicture, IndexPictures, IndexVideo, Job
+from gridsieve.services.preprocessing.workers.jobs import IndexPictures, IndexVideo, Job
 
-T = TypeVar("T", PacketIndex, Picture, PictureIndex)
+T = TypeVar("T", PacketIndex, PictureIndex)
 
 # By the kind of the job and the digest of the media.
-Indexes: TypeAlias = LastUsed[tuple[str, bytes], PacketIndex | Picture | PictureIndex]
+Indexes: TypeAlias = LastUsed[tuple[str, bytes], PacketIndex | PictureIndex]
 _MAX_INDEX_BYTES = 2**26
 
 
@@ -29,10 +29,8 @@ def indexes(on_get: Callable[[bool], None] = lambda _: None) -> Indexes:
     return LastUsed(_MAX_INDEX_BYTES, _size_of, on_get)
 
 
-def _size_of(index: PacketIndex | Picture | PictureIndex) -> int:
+def _size_of(index: PacketIndex | PictureIndex) -> int:
     """Bytes of memory, roughly."""
-    if isinstance(index, Picture):
-        return 256
     if isinstance(index, PictureIndex):
         return 512 + 64 * len(index.ends)
     numbers = len(index.keyframes) + sum(len(each) for each in (index.times.ticks, index.pts or ()))
@@ -56,10 +54,6 @@ class MediaReader:
     def packets(self, source: Source) -> PacketIndex:
         """As `read_packets`. Raises Unavailable once the request is cancelled."""
         return self._read(IndexVideo(source))
-
-    def picture(self, source: Source) -> Picture:
-        """As `read_picture`. Raises Unavailable once the request is cancelled."""
-        return self._read(IndexPicture(source))
 
     def pictures(self, source: Source, ends: tuple[int, ...]) -> PictureIndex:
         """As `read_pictures`; the source's digest must depend on `ends`. Raises Unavailable once cancelled."""

@@ -19,16 +19,16 @@ from gridsieve.services.preprocessing.video.packets import PacketIndex
 from gridsieve.services.preprocessing.video.pictures import PictureIndex
 from gridsieve.services.preprocessing.video.slices import PlannedVideo, Slice
 from gridsieve.services.preprocessing.workers.job_queue import JobQueue
-from gridsieve.services.preprocessing.workers.jobs import Job, VideoSlices
+from gridsieve.services.preprocessing.workers.jobs import VideoSlices
 
 # Pixels between the first and the last selected frame. Less is not worth another worker: about a second of decoding.
 _MIN_PX = 2**28
 
 
 @asynccontextmanager
-async def slices_of(queue: JobQueue, job: Job[Slice]) -> AsyncIterator[AsyncGenerator[Slice, None]]:
+async def slices_of(queue: JobQueue, job: VideoSlices) -> AsyncIterator[AsyncGenerator[Slice, None]]:
     """As `JobQueue.stream`, with as many workers as are idle."""
-    segments = _segments(job, queue.workers.idle) if isinstance(job, VideoSlices) else ()
+    segments = _segments(job, queue.workers.idle)
     if len(segments) < 2:
         async with queue.stream(job) as slices:
             yield slices

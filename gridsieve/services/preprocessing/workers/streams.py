@@ -35,14 +35,13 @@ from gridsieve.services.preprocessing.workers.job_queue import failure_of
 from gridsieve.services.preprocessing.workers.limits import Limits
 from gridsieve.services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
 from gridsieve.services.preprocessing.workers.protocol import MAX_INT, PROGRESS_S, Facts, Kind, Message
+from gridsieve.services.preprocessing.workers.stream_room import CoresUsed, StreamRoom
 
 _WORKER = "gridsieve.services.preprocessing.workers.worker"
 _CAMERA_WORKER = "gridsieve.services.preprocessing.workers.camera_worker"
 # The longest work between two things that a worker says, where --decode-timeout-s is not shorter.
 _STALL_S = 30.0
 _PIECES = 2**31 - 1  # a stream has no end that is known
-# The default number of streams, see `most_streams`.
-_PER_CORE, _STREAM_BYTES = 16, 64 * 2**20
 # FFmpeg asks some times more once a stream has ended.
 _READS_AFTER_END = 100
 _LEAVE_S = 1.0
@@ -59,43 +58,26 @@ class Read:
     size_bytes: int
 
 
-def most_streams(cores: int, memory_bytes: int, max_requests: int | None) -> tuple[int, str]:
-    """How many streams a machine is to decode at a time, and why not more.
-
-    A stream of 1920×1080 in H.264 takes 61 MiB, and with 15 frames a second 0.14 of a core, its part of the service's
-    process included; one of 640×360 takes 27 MiB and 0.024 of a core (AMD EPYC). Where cores do not suffice, frames are
-    left out and counted. Each stream is one of the requests that run, of which the others need some.
-    """
-    limits = [
-        (_PER_CORE * cores, f"{_PER_CORE} for each of {cores} cores"),
-        (memory_bytes // 4 // _STREAM_BYTES, f"a quarter of {memory_bytes >> 20} MiB, {_STREAM_BYTES >> 20} for each"),
-    ]
-    if max_requests is not None:
-        limits.append((max_requests // 2, f"half of --max-requests {max_requests}"))
-    number, why = min(limits)
-    return max(1, number), why
-
-
 class StreamWorkers:
-    """The streams that are watched, at most so many at a time."""
+    """The streams that are watched, as many as there is room for."""
 
-    def __init__(
-        self, most: int, limits: Limits, on_fault: Callable[[Fault], None], why: str = "--max-streams"
-    ) -> None:
-        """most: --max-streams. on_fault: called when a stream ends with a fault of its worker. why: no more may be."""
-        self._most, self._limits, self._on_fault, self._why = most, limits, on_fault, why
-        self.running = 0
+    def __init__(self, room: StreamRoom, limits: Limits, on_fault: Callable[[Fault], None]) -> None:
+        """on_fault: called when a stream ends with a fault of its worker."""
+        self._room, self._limits, self._on_fault = room, limits, on_fault
+        self._running = 0
+        self._cameras: dict[WorkerProcess, CoresUsed] = {}
 
     @contextmanager
     def place(self, name: str) -> Iterator[None]:
-        """Holds the place of a stream, for its `events`. Raises Overloaded where too many streams are watched."""
-        if self.running >= self._most:
-            raise Overloaded(f"{self._most} streams are watched, and no more may be ({self._why})", field=name)
-        self.running += 1
+        """Holds the place of a stream, for its `events`. Raises Overloaded where there is no room for one more."""
+        measured = [cores for each in self._cameras.values() if (cores := each.now()) is not None]
+        if refusal := self._room.refusal(self._running, measured):
+            raise Overloaded(refusal, field=name)
+        self._running += 1
         try:
             yield
         finally:
-            self.running -= 1
+            self._running -= 1
 
     async def events(
         self,
@@ -119,10 +101,16 @@ class StreamWorkers:
                 worker = WorkerProcess.start(_CAMERA_WORKER if isinstance(source, Camera) else _WORKER, self._limits)
                 facts = {"media": name, "pieces": _PIECES, "fps": float(fps), "live": live, "jpegs": jpegs}
                 try:
+                    await worker.ready()
+                    used = CoresUsed(worker.processor_s, time.monotonic)  # to start takes a second, which is left out
+                    if live or isinstance(source, Camera):
+                        self._cameras[worker] = used
                     async with aclosing(self._talk(worker, facts, source)) as events:
                         async for event in events:
+                            used.now()  # so that it is of the last seconds when the next stream comes
                             yield event
                 finally:
+                    self._cameras.pop(worker, None)
                     if isinstance(source, Camera):
                         await _leave(worker)
         except WorkerFault as error:
@@ -140,7 +128,6 @@ class StreamWorkers:
     async def _talk(
         self, worker: WorkerProcess, facts: dict[str, Any], source: Camera | Callable[[], Awaitable[bytes]]
     ) -> AsyncGenerator[StreamFrame | Read]:
-        await worker.ready()
         clock = asyncio.get_running_loop().time
         began_s, told = clock(), 0
         _begin(worker, facts, source)

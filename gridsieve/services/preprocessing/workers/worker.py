@@ -10,13 +10,14 @@ import errno
 import gc
 import json
 import os
+import select
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -25,14 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gridsieve.common.contract.errors import GridsieveError, MediaRejected
-from gridsieve.common.contract.plan import MAX_FRAME_SIDE_PX, FrameShape, SizePx
+from gridsieve.common.contract.plan import MAX_FRAME_SIDE_PX, SizePx
 from gridsieve.common.process import give_back_freed_memory
 from gridsieve.common.sealed_memory import sealed
 from gridsieve.services.preprocessing.sources.source import Source, check_file_size
-from gridsieve.services.preprocessing.video.decode import RemainingPlaces
 from gridsieve.services.preprocessing.video.packets import PacketIndex, read_packets
-from gridsieve.services.preprocessing.video.pictures import Picture, PictureIndex, read_picture, read_pictures
-from gridsieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
+from gridsieve.services.preprocessing.video.pictures import PictureIndex, read_pictures
+from gridsieve.services.preprocessing.video.slices import PlannedVideo, Slice
 from gridsieve.services.preprocessing.video.stream import StreamFrame, stream_frames
 from gridsieve.services.preprocessing.workers.indexes import (
     index_facts,
@@ -54,6 +54,7 @@ from gridsieve.services.preprocessing.workers.protocol import (
 
 _MAX_SLICE_FRAMES = 2**16
 _RETRY_S = 0.01
+_IDLE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,10 +69,10 @@ class Task:
     limits: Limits
     facts: Facts
     numbers: NDArray[np.int64]
-    progress: Callable[[], None] = lambda: None
-    more: Callable[[], bytes] = lambda: b""
-    camera: int = -1
-    listener: socket.socket | None = None
+    progress: Callable[[], None]
+    more: Callable[[], bytes]
+    camera: int
+    listener: socket.socket | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,11 +95,6 @@ def index_video(task: Task) -> Generator[Piece, None, None]:
         text = f"lasts {float(length_s):.0f} s, at most {task.limits.length_s} are allowed"
         raise MediaRejected(text, field=task.source.name)
     yield Piece(*index_facts(index))
-
-
-def index_picture(task: Task) -> Generator[Piece, None, None]:
-    found = read_picture(task.source)
-    yield Piece(asdict(found) | {"moves": int(found.moves)})
 
 
 def index_pictures(task: Task) -> Generator[Piece, None, None]:
@@ -124,27 +120,17 @@ def _slices(
     video = PlannedVideo(
         source=task.source,
         index=index(task.numbers[places:]),
-        places=RemainingPlaces.of(task.numbers[:places].tolist(), whole, repaired),
+        places=tuple(task.numbers[:places].tolist()),
         slice_frames=task.facts.integer("slice_frames", 1, _MAX_SLICE_FRAMES),
         size_px=size_px,
         views=views,
         tile_px=_tile_px(task.facts),
         dtype=dtype,
     )
-    slices = video.slices(task.progress)
+    slices = video.slices(task.progress, whole, repaired)
     for _ in range(task.facts.integer("again", 0, whole * len(views))):
         next(slices)
     return _pieces(slices)
-
-
-def picture_slices(task: Task) -> Generator[Piece, None, None]:
-    height, width, orientation = (
-        task.facts.integer(name, 1, 2**32) for name in ("height_px", "width_px", "orientation")
-    )
-    size_px, views, dtype = sent_of(task.facts)
-    frames = FrameShape(len(views), size_px, _tile_px(task.facts), dtype=dtype)
-    picture = PlannedPicture(task.source, Picture(height, width, orientation), frames, views)
-    return _pieces(picture.slices(task.facts.integer("first", 0, len(views))))
 
 
 def watched_frames(task: Task) -> Generator[Piece, None, None]:
@@ -169,11 +155,9 @@ def _tile_px(facts: Facts) -> SizePx | None:
 
 JOBS: JobTable = {
     "index_video": index_video,
-    "index_picture": index_picture,
     "index_pictures": index_pictures,
     "video_slices": video_slices,
     "picture_frames": picture_frames,
-    "picture_slices": picture_slices,
     "watched_frames": watched_frames,
 }
 
@@ -188,12 +172,16 @@ def main(jobs: JobTable = JOBS, listens: bool = False) -> None:
     confined = confine(limits.memory_bytes, int(sys.argv[3]), listens)
     gc.freeze()  # what is imported stays, and the collections below need not look at it
     _send(connection, Kind.READY, {"confined_by": confined.by})
+    holds_freed = False  # which the next job reuses if it comes soon
     while True:
+        if holds_freed and not select.select((connection,), (), (), _IDLE_S)[0]:
+            give_back_freed_memory()
+            holds_freed = False
         message = _receive(connection)
         if message.kind is Kind.JOB:
             _run(connection, message, limits, jobs, confined.listener)
             gc.collect()  # PyAV's containers and streams are reference cycles
-            give_back_freed_memory()
+            holds_freed = True
 
 
 def _run(
@@ -201,7 +189,7 @@ def _run(
 ) -> None:
     """Answers each NEXT of a job with a piece, until its last piece, a STOP or a failure."""
     try:
-        task = replace(_task(message, limits, connection), listener=listener)
+        task = _task(message, limits, connection, listener)
         with closing(jobs[message.facts.text("job")](task)) as pieces:
             for _ in range(message.facts.integer("pieces", 0, 2**31)):
                 if _receive(connection).kind is Kind.STOP or (piece := next(pieces, None)) is None:
@@ -243,15 +231,19 @@ def _more(connection: socket.socket) -> bytes:
         answer.close()
 
 
-def _task(message: Message, limits: Limits, connection: socket.socket) -> Task:
+def _task(message: Message, limits: Limits, connection: socket.socket, listener: socket.socket | None) -> Task:
     media, numbers, *camera = message.descriptors
     name = message.facts.text("media")
     check_file_size(name, media, limits.file_bytes)
-    many = np.frombuffer(os.pread(numbers, os.fstat(numbers).st_size, 0), np.int64)
-    source = Source(name, b"", descriptor=media)
     return Task(
-        *(source, limits, message.facts, many, _progress(connection), partial(_more, connection)),
+        source=Source(name, b"", descriptor=media),
+        limits=limits,
+        facts=message.facts,
+        numbers=np.frombuffer(os.pread(numbers, os.fstat(numbers).st_size, 0), np.int64),
+        progress=_progress(connection),
+        more=partial(_more, connection),
         camera=camera[0] if camera else -1,
+        listener=listener,
     )
 
 

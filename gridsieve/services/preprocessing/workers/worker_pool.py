@@ -158,19 +158,15 @@ class WorkerPool:
         self._on_replaced(fault)
         log.warning("worker replaced", fault=fault, pid=worker.pid)
         await self._end(worker)
-        while not await self._try_start():
-            self._missing.add(worker)
-            await asyncio.sleep(_RESTART_S)
+        while True:
+            try:
+                await self._start()
+                break
+            except (WorkerFault, PeerContract, OSError) as error:
+                log.error("worker does not start", error=str(error))
+                self._missing.add(worker)
+                await asyncio.sleep(_RESTART_S)
         self._missing.discard(worker)
-
-    async def _try_start(self) -> bool:
-        """Starts one more worker. Returns False if it does not start."""
-        try:
-            await self._start()
-        except (WorkerFault, PeerContract, OSError) as error:
-            log.error("worker does not start", error=str(error))
-            return False
-        return True
 
     async def _start(self) -> None:
         worker = WorkerProcess.start(self._entry, self._limits)
