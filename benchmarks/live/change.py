@@ -37,7 +37,7 @@ from gridsieve.common.checkpoint import DEMO_MODEL
 from gridsieve.common.contract.retention import AUTO_THRESHOLD, NONE, PIXEL_CHANGE
 from gridsieve.services.preprocessing.pruning.change import BLOCKS_A_SIDE, STEPS, block_means, change
 from gridsieve.services.preprocessing.pruning.reference import Reference
-from gridsieve.services.preprocessing.video.resize import view_into
+from gridsieve.services.preprocessing.video.resize import resize_into
 
 _TOKEN_PX, _ROWS, _COLUMNS = 28, 8, 11
 _TOKENS = _ROWS * _COLUMNS
@@ -134,7 +134,7 @@ def _means(film: Sequence[Pixels]) -> Iterator[Means]:
     pixels = np.empty((2, _ROWS * _TOKEN_PX, _COLUMNS * _TOKEN_PX, 3), np.uint8)
     for first in range(0, len(film) - 1, 2):
         for row, frame in zip(pixels, film[first:], strict=False):
-            view_into(frame, None, row)
+            resize_into(frame, row)
         yield block_means(pixels, _TOKEN_PX)
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -177,18 +177,19 @@ class Filter:
 _BICUBIC, _LANCZOS = Filter(2, _cubic), Filter(3, _windowed_sinc)
 
 
-def view_into(pixels: UInt8Array, view: View | None, sent: FrameArray) -> None:
-    """Fills uint8 or float32 [h, w, 3] with a view of uint8 [H, W, 3]; None: with the whole, resized."""
+def view_into(pixels: UInt8Array, view: View | None, sent: FrameArray, made: dict[View, FrameArray]) -> None:
+    """Fills uint8 or float32 [h, w, 3] with a view of uint8 [H, W, 3]; None: with the whole, resized.
+
+    made: this frame, resized for other views of it, by views of which the window is at (0, 0); what is made here is
+    added. Tiles of an image are windows of one resized image.
+    """
     if view is None:
         resize_into(pixels, sent)
         return
-    filtered = _LANCZOS if view.lanczos else _BICUBIC
-    shown = pixels if view.squared is None else _squared(pixels, view.squared)
-    for size in view.through:
-        before, shown = shown, np.empty((*size, _CHANNELS), np.uint8)
-        resize_into(before, shown, filtered)
-    resized = np.empty((view.height_px, view.width_px, _CHANNELS), sent.dtype)
-    resize_into(shown, resized, filtered)
+    whole = replace(view, top=0, left=0)
+    if whole not in made:
+        made[whole] = _resized(pixels, view, sent.dtype)
+    resized = made[whole]
     sent[:] = 0
     taken, placed = zip(
         *(
@@ -198,6 +199,18 @@ def view_into(pixels: UInt8Array, view: View | None, sent: FrameArray) -> None:
         strict=True,
     )
     sent[placed] = resized[taken]
+
+
+def _resized(pixels: UInt8Array, view: View, dtype: np.dtype[Any]) -> FrameArray:
+    """The whole frame that a view is a window of, [height_px, width_px, 3]."""
+    filtered = _LANCZOS if view.lanczos else _BICUBIC
+    shown = pixels if view.squared is None else _squared(pixels, view.squared)
+    for size in view.through:
+        before, shown = shown, np.empty((*size, _CHANNELS), np.uint8)
+        resize_into(before, shown, filtered)
+    resized: FrameArray = np.empty((view.height_px, view.width_px, _CHANNELS), dtype)
+    resize_into(shown, resized, filtered)
+    return resized
 
 
 def _overlap(first: int, length: int, sent: int) -> tuple[slice, slice]:

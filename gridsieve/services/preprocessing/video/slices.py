@@ -104,10 +104,11 @@ class PlannedVideo:
         start_ns = monotonic_ns()
         frame = next(frames)
         decoded_ns = monotonic_ns()
+        made: dict[View, FrameArray] = {}
         for number, view in enumerate(self.views, first):
             begun_ns = monotonic_ns()
             pixels = np.empty(self.slice_shape(number), self.dtype.label)
-            view_into(frame.pixels, view, pixels[0])
+            view_into(frame.pixels, view, pixels[0], made)
             resized_ns = monotonic_ns()
             repaired, decode_s = (0, 0.0) if number > first else (int(frame.repaired), (decoded_ns - start_ns) * _NS)
             yield Slice(number, pixels, repaired, decode_s, (resized_ns - begun_ns) * _NS, decoded_ns, resized_ns)
@@ -140,7 +141,7 @@ class _Resizing:
         if self._last and np.array_equal(pixels, self._last[0]):
             row[:] = self._last[1]
         else:
-            view_into(pixels, self._view, row)
+            view_into(pixels, self._view, row, {})
         self._last = pixels, row
 
 
