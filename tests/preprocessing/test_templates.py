@@ -26,7 +26,7 @@ from gridsieve.services.preprocessing.prompt.control_tokens import named_tokens
 from gridsieve.services.preprocessing.prompt.layout import Expansion, MediaTokens
 from gridsieve.services.preprocessing.prompt.plain_text import LARGE_TEXT_CHARS
 from gridsieve.services.preprocessing.prompt.positions import LinearSpan
-from gridsieve.services.preprocessing.prompt.tokens import ChatTokens
+from gridsieve.services.preprocessing.prompt.tokens import ChatTokens, PromptTexts
 from gridsieve.services.preprocessing.prompt.turns import Tool, ToolCall, Turn
 from gridsieve.services.preprocessing.rpc.messages import conversation_of
 from gridsieve.v1.prompt_pb2 import ROLE_ASSISTANT, ROLE_USER, Message, Part, Prompt
@@ -183,7 +183,7 @@ def both(
     folder = written(tmp_path_factory.mktemp("template"), template, added)
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     theirs.chat_control_tokens = control_of(theirs)
-    return ChatTokens(Checkpoint(folder), PLACEHOLDERS, joins_parts=joins), theirs, joins
+    return ChatTokens(Checkpoint(folder), PromptTexts(placeholders=PLACEHOLDERS, joins_parts=joins)), theirs, joins
 
 
 def control_of(tokenizer: Any) -> list[str]:
@@ -338,7 +338,7 @@ def of_family(request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]
     """Our tokens of each family in turn, transformers' tokenizer, and the family's settings."""
     checkpoint = Checkpoint(checkpoints(request.param))
     family = load_family(checkpoint)
-    ours = ChatTokens(checkpoint, family.placeholders, family.pad, family.joins_parts, family.template_options)
+    ours = ChatTokens(checkpoint, family)
     return ours, PreTrainedTokenizerFast.from_pretrained(checkpoint.folder), family
 
 
@@ -389,7 +389,7 @@ def test_every_family_renders_as_its_tokenizer(of_family: tuple[ChatTokens, Any,
 def reasons(tmp_path_factory: pytest.TempPathFactory) -> tuple[ChatTokens, Any]:
     folder = written(tmp_path_factory.mktemp("template"), REASONS, MARKS)
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    return ChatTokens(Checkpoint(folder), PLACEHOLDERS, joins_parts="\n"), theirs
+    return ChatTokens(Checkpoint(folder), PromptTexts(placeholders=PLACEHOLDERS, joins_parts="\n")), theirs
 
 
 HELLO = [Turn("user", ("hello",))]
@@ -423,7 +423,7 @@ RESULT = Turn("tool", ("rain",), (), "call_1", "weather")
 def test_tools_are_refused_where_no_template_shows_them(
     tmp_path: Path, turns: list[Turn], tools: list[Tool], field: str
 ) -> None:
-    tokens = ChatTokens(Checkpoint(written(tmp_path, TRIMS)), PLACEHOLDERS, joins_parts="")
+    tokens = ChatTokens(Checkpoint(written(tmp_path, TRIMS)), PromptTexts(placeholders=PLACEHOLDERS, joins_parts=""))
     with pytest.raises(
         InvalidRequest, match=rf"^prompt\.{field} must .*: the checkpoint's chat template does not show"
     ):
@@ -437,7 +437,7 @@ def test_tools_are_shown_by_the_tokenizers_template_with_media_as_the_processors
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": REASONS}))
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
-    ours = ChatTokens(Checkpoint(folder), PLACEHOLDERS)
+    ours = ChatTokens(Checkpoint(folder), PromptTexts(placeholders=PLACEHOLDERS))
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     seen = [Turn("user", ("Look: ", Modality.IMAGE, " and <|image_pad|>")), CALL, RESULT]
     marked = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -473,7 +473,7 @@ def test_a_template_that_makes_control_tokens_out_of_pieces_refuses_to_start(tmp
     pieces = "{% for turn in messages if turn.role == 'ROLE' %}{{ '<|im_' ~ 'start' ~ '|>' }}{% endfor %}"
     folder = written(tmp_path, pieces.replace("ROLE", role))
     with pytest.raises(StartupError, match="makes control tokens out of pieces"):
-        ChatTokens(Checkpoint(folder), PLACEHOLDERS)
+        ChatTokens(Checkpoint(folder), PromptTexts(placeholders=PLACEHOLDERS))
 
 
 def test_control_tokens_that_a_method_or_filter_writes_are_control_tokens(tmp_path: Path) -> None:
@@ -485,7 +485,7 @@ def test_control_tokens_that_a_method_or_filter_writes_are_control_tokens(tmp_pa
         "{% endfor %}"
     )
     folder = written(tmp_path, template)
-    tokens = ChatTokens(Checkpoint(folder), PLACEHOLDERS, joins_parts="")
+    tokens = ChatTokens(Checkpoint(folder), PromptTexts(placeholders=PLACEHOLDERS, joins_parts=""))
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     turns = [Turn("user", ("a#b@c",)), Turn("assistant", ("#",))]
     assert ids_of(tokens, turns) == by_transformers(theirs, "", turns, ())
@@ -495,7 +495,7 @@ def test_control_tokens_that_a_method_or_filter_writes_are_control_tokens(tmp_pa
 def test_a_refusal_does_not_tell_how_control_tokens_are_marked(tmp_path: Path) -> None:
     folder = written(tmp_path, "{% if messages | length == 1 %}{{ raise_exception('no ' + eos_token) }}{% endif %}")
     with pytest.raises(InvalidRequest, match=r"refused by .*: no <\|im_end\|>$"):
-        ids_of(ChatTokens(Checkpoint(folder), PLACEHOLDERS), HELLO)
+        ids_of(ChatTokens(Checkpoint(folder), PromptTexts(placeholders=PLACEHOLDERS)), HELLO)
 
 
 LONG = json.dumps({"a": "x" * LARGE_TEXT_CHARS})

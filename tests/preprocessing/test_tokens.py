@@ -22,7 +22,7 @@ from gridsieve.common.contract.plan import Grid, Modality
 from gridsieve.services.preprocessing.layouts.qwen_vl import PLACEHOLDERS
 from gridsieve.services.preprocessing.prompt.layout import MediaTokens
 from gridsieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan
-from gridsieve.services.preprocessing.prompt.tokens import ChatTokens
+from gridsieve.services.preprocessing.prompt.tokens import ChatTokens, PromptTexts
 from gridsieve.services.preprocessing.prompt.turns import Turn
 from tests.preprocessing.test_templates import by_transformers, ids_of
 
@@ -37,7 +37,7 @@ def theirs(tiny_checkpoint: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def ours(tiny_checkpoint: Path) -> ChatTokens:
-    return ChatTokens(Checkpoint(tiny_checkpoint), PLACEHOLDERS)
+    return ChatTokens(Checkpoint(tiny_checkpoint), PromptTexts(placeholders=PLACEHOLDERS))
 
 
 texts = st.text(max_size=40) | st.sampled_from(
@@ -130,7 +130,7 @@ def template(folder: Path, checkpoint: Path, text: str) -> ChatTokens:
         (folder / file.name).symlink_to(file)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     (folder / "chat_template.jinja").write_text(text)
-    return ChatTokens(Checkpoint(folder), PLACEHOLDERS)
+    return ChatTokens(Checkpoint(folder), PromptTexts(placeholders=PLACEHOLDERS))
 
 
 FIRST_TEXT = "{{ messages[0]['content'][0]['text'] }}"
@@ -175,7 +175,7 @@ def test_an_unsafe_tokenizer_refuses_to_start(tmp_path: Path, tiny_checkpoint: P
         why = r"has no token <\|video_pad\|>"
     (tmp_path / "tokenizer.json").write_text(json.dumps(contents))
     with pytest.raises(StartupError, match=why):
-        ChatTokens(Checkpoint(tmp_path), PLACEHOLDERS)
+        ChatTokens(Checkpoint(tmp_path), PromptTexts(placeholders=PLACEHOLDERS))
 
 
 WITH_IMAGES: list[tuple[str | Modality, ...]] = [
@@ -207,6 +207,6 @@ def test_llamas_first_mark_and_beginning_are_put_as_by_transformers(
     fast.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    chat = ChatTokens(Checkpoint(tmp_path), {Modality.IMAGE: "<image>"})
+    chat = ChatTokens(Checkpoint(tmp_path), PromptTexts(placeholders={Modality.IMAGE: "<image>"}))
     text = "".join("<image><image>" if part is Modality.IMAGE else part for part in parts)
     assert ids_of(chat, [Turn("user", parts)], (LinearSpan(2),)) == fast(text)["input_ids"]

@@ -108,16 +108,7 @@ class Planner:
         """media_root: of paths and file URLs. upload_root: of uploaded files. media_max_bytes: limit on files below
         them; larger ones are rejected unread. known: their digests, kept from one request to the next."""
         self._family = load_family(checkpoint)
-        self._tokens = ChatTokens(
-            checkpoint,
-            self._family.placeholders,
-            self._family.pad,
-            self._family.joins_parts,
-            self._family.template_options,
-            self._family.video_text,
-            self._family.markers,
-            self._family.video_template,
-        )
+        self._tokens = ChatTokens(checkpoint, self._family)
         self._fingerprint = checkpoint.fingerprint
         self._media_root = media_root
         self._upload_root = upload_root

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 
 from gridsieve.common.checkpoint import Checkpoint
@@ -14,6 +13,7 @@ from gridsieve.common.contract.plan import Grid, Modality, SizePx
 from gridsieve.common.contract.tensors import DType
 from gridsieve.families import family_of
 from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
+from gridsieve.services.preprocessing.prompt.tokens import PromptTexts
 from gridsieve.services.preprocessing.video.resize import View
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from gridsieve.services.preprocessing.video.timing import TimeBase
@@ -23,15 +23,10 @@ _SLICED_PX = (1024, 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family(ABC):
+class Family(PromptTexts, ABC):
     """The settings of one checkpoint. Reading them raises StartupError for those that are not supported or contradict
     each other.
 
-    placeholders: the control token of a media item in the chat template, by modality; of those that the model takes.
-    pad: the token of each of an item's tokens; None: its placeholder. With it, a placeholder need not be in the
-        vocabulary: the chat template alone writes it.
-    video_text: the placeholder of a video with the control tokens around it that its expansion replaces, too; None: it
-        replaces the placeholder alone.
     token_px: side in pixels of the square that becomes one token; sides of resized frames are multiples of it.
     frame_bounds: the checkpoint's defaults for sampling frames.
     timed_by_first: whether the time of a slice is that of its first frame, and not the middle of its frames'.
@@ -39,16 +34,9 @@ class Family(ABC):
     frame_dtype: of frames as they are sent: float32 where the processor does not round them after resizing.
     takes_max_slices: whether a request may say how many slices a picture has.
     fixed_tokens: whether the tokens of a frame are not in proportion to its pixels.
-    joins_parts: the text between the parts of a message, for chat templates that take text only; None for templates
-        that take parts.
-    template_options: variables of the chat template besides the messages.
-    video_template: the chat template of messages with a video, where it is not the checkpoint's; it takes parts.
     canvas_markers: of `canvas_positions`, where the spans of expansions are those of canvases.
     """
 
-    placeholders: Mapping[Modality, str]
-    pad: str | None = None
-    video_text: str | None = None
     token_px: int
     frame_bounds: FrameBounds
     timed_by_first: bool = False
@@ -56,9 +44,6 @@ class Family(ABC):
     frame_dtype: DType = DType.UINT8
     takes_max_slices: bool = False
     fixed_tokens: bool = False
-    joins_parts: str | None = None
-    template_options: Mapping[str, object] = field(default_factory=dict)
-    video_template: str | None = None
     canvas_markers: tuple[int, ...] = ()
 
     @abstractmethod
@@ -97,7 +82,6 @@ class Family(ABC):
 
     @property
     def markers(self) -> list[str]:
-        """The texts in expansions of media, whose tokens no caller may write."""
         wish, slices = FrameSampling(), self.frame_bounds.temporal_patch
         parts = self.image(*_SLICED_PX, wish, 0, 1).expansion
         if Modality.VIDEO in self.placeholders:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,33 +32,47 @@ from gridsieve.services.preprocessing.prompt.template import ChatTemplate, Marks
 from gridsieve.services.preprocessing.prompt.turns import Tool, Turn
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTexts:
+    """The texts of a model family's prompts.
+
+    placeholders: the control token of a media item in the chat template, by modality; of those that the model takes.
+    pad: the token of each of an item's tokens; None: its placeholder. With it, a placeholder need not be in the
+        vocabulary: the chat template alone writes it.
+    video_text: the placeholder of a video with the control tokens around it that its expansion replaces, too; None: it
+        replaces the placeholder alone.
+    joins_parts: the text between the parts of a message, for chat templates that take text only; None for templates
+        that take parts.
+    template_options: variables of the chat template besides the messages and the tokenizer's special tokens.
+    video_template: the chat template of messages with a video, where it is not the checkpoint's; it takes parts.
+    """
+
+    placeholders: Mapping[Modality, str]
+    pad: str | None = None
+    video_text: str | None = None
+    joins_parts: str | None = None
+    template_options: Mapping[str, object] = field(default_factory=dict)
+    video_template: str | None = None
+
+    @property
+    def markers(self) -> Sequence[str]:
+        """The texts in expansions of media, whose tokens no caller may write."""
+        return ()
+
+
 class ChatTokens:
     """Tokenises conversations with a checkpoint's chat template and tokenizer.
 
-    placeholders: what the template writes for a media item, by modality. pad: the control token of each of its tokens;
-        None: the placeholder, which then is one.
-    joins_parts: the text between the parts of a message, for a template that takes text only; None: it takes parts.
-    options: variables of the template besides the messages and the tokenizer's special tokens. video_text: a video's
-    placeholder with the control tokens around it that are replaced together with it; None: it is replaced alone.
-    markers: texts of expansions, whose tokens are control tokens. video_template: of conversations with a video; None:
-    the checkpoint's.
     Raises StartupError if the checkpoint has no usable tokenizer or template.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        placeholders: Mapping[Modality, str],
-        pad: str | None = None,
-        joins_parts: str | None = None,
-        options: Mapping[str, object] = {},
-        video_text: str | None = None,
-        markers: Sequence[str] = (),
-        video_template: str | None = None,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, texts: PromptTexts) -> None:
         sources = chat_templates(checkpoint)
-        of_videos = TemplateSource(video_template, takes_parts=True) if video_template else sources.conversation
-        markers = (*markers, *placeholders.values(), pad or "", video_text or "")
+        of_videos = sources.conversation
+        if texts.video_template:
+            of_videos = TemplateSource(texts.video_template, takes_parts=True)
+        placeholders, pad = texts.placeholders, texts.pad
+        markers = (*texts.markers, *placeholders.values(), pad or "", texts.video_text or "")
         read = dict.fromkeys((*sources.for_tools, of_videos))
         self._control = control_tokens(checkpoint, [source.text for source in read], markers)
         self._text = PlainText(checkpoint, self._control)
@@ -65,19 +80,19 @@ class ChatTokens:
         missing = [token for token in wanted if token not in self._control]
         if missing:
             raise StartupError(f"{self._text.path} has no token {', '.join(missing)}")
-        self._joins_parts = joins_parts
+        self._joins_parts = texts.joins_parts
         self._media = {token: modality for modality, token in placeholders.items()}
         self._pad_ids = {token: self._control[pad or token] for token in self._media}
         names = named_tokens(checkpoint)
         self._begin = names.get("bos_token")
-        self._options = options
+        self._options = texts.template_options
         self._marks = Marks({*self._control, *placeholders.values()})
         templates = {
             source: ChatTemplate(
                 source.text,
                 self._marks,
                 names,
-                takes_parts=source.takes_parts and joins_parts is None,
+                takes_parts=source.takes_parts and texts.joins_parts is None,
                 where=str(checkpoint.folder),
             )
             for source in read
@@ -85,7 +100,7 @@ class ChatTokens:
         self._template, self._with_videos = templates[sources.conversation], templates[of_videos]
         self._with_tools = next((templates[each] for each in sources.for_tools if templates[each].shows_tools), None)
         self._placeholders = {modality: self._marks.marked(token) for modality, token in placeholders.items()}
-        self._video_text = self._marks.marked(video_text) if video_text else None
+        self._video_text = self._marks.marked(texts.video_text) if texts.video_text else None
 
     def conversation(
         self,
