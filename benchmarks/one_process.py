@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.timing import Timed
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import MediaPlan, Modality
-from gridsieve.common.contract.retention import Pruning, num_kept
+from gridsieve.common.contract.retention import ItemPruning, num_kept
 from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.generation.engine.engine import Engine
@@ -63,7 +63,7 @@ class OneProcess:
     ) -> None:
         self._engine.stop()
 
-    def ask(self, clip: bytes, question: str, pruning: Pruning, max_new_tokens: int) -> Timed:
+    def ask(self, clip: bytes, question: str, pruning: ItemPruning, max_new_tokens: int) -> Timed:
         start = time.perf_counter()
         turn = Turn("user", (Modality.VIDEO, question))
         media = MediaRequest("video", Modality.VIDEO, clip, FrameSampling())
@@ -86,7 +86,7 @@ class OneProcess:
                 times.append(time.perf_counter() - start)
         return Timed(times[0], time.perf_counter() - start, event.completion_tokens)
 
-    def _encode(self, media: PlannedMedia, plan: MediaPlan, pruning: Pruning) -> tuple[Tensor, Tensor]:
+    def _encode(self, media: PlannedMedia, plan: MediaPlan, pruning: ItemPruning) -> tuple[Tensor, Tensor]:
         """The kept indices, int32 [K], and the embeddings [1, K, D] of one item."""
         embeds = torch.cat(self._tower.encode([torch.from_numpy(each.pixels) for each in media.slices()]), dim=1)
         kept = keep_tokens(embeds[0], plan.grid, pruning)

@@ -24,7 +24,7 @@ from gridsieve.cli.launcher import LocalStack
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.prompt import Video
 from gridsieve.common.checkpoint import DEMO_MODEL
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.common.telemetry.logs import configure_logging
 
 RATES = (0.0, 0.5, 0.75, 0.9)
@@ -50,7 +50,7 @@ async def latency(client: GridsieveClient, folder: Path, rounds: int, max_new_to
             timed = {("transformers", 0.0): await asyncio.to_thread(peer.ask, clip, QUESTION, max_new_tokens)}
             for rate in RATES:
                 timed["one process", rate] = await asyncio.to_thread(
-                    one.ask, clip, QUESTION, Pruning(rate), max_new_tokens
+                    one.ask, clip, QUESTION, ItemPruning(rate), max_new_tokens
                 )
                 timed["three processes", rate] = await asked(client, clip, rate, max_new_tokens)
             print(f"latency: round {index} of {rounds}{' (warm-up)' * (index == 0)}", file=sys.stderr)

@@ -50,7 +50,7 @@ from demo.scenes import Scene
 from demo.train import HIGHEST_RATE, PICTURE, VIDEO
 from gridsieve.common.checkpoint import DEMO_DRAFT, DEMO_MODEL
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import RANDOM, Pruning
+from gridsieve.common.contract.retention import RANDOM, ItemPruning
 from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.generation.loading.draft_head import JOINED
 from gridsieve.services.generation.model.eagle3 import Eagle3Head, Eagle3Sizes, Rotary
@@ -312,7 +312,7 @@ def batches(video: Encoded, pictures: Encoded, lessons: Lessons, rng: Random) ->
 
 def _kept(source: Encoded, chosen: Sequence[int], rate: float, rng: Random) -> tuple[Tensor, Tensor]:
     embeds = source.embeds[torch.tensor(chosen)].float()
-    prunings = [Pruning(rate, RANDOM, rng.randrange(2**31)) for _ in chosen]
+    prunings = [ItemPruning(rate, RANDOM, rng.randrange(2**31)) for _ in chosen]
     kept = [keep_tokens(clip, source.grid, pruning) for clip, pruning in zip(embeds, prunings, strict=True)]
     return embeds, torch.stack(kept).long()
 

@@ -44,7 +44,7 @@ from gridsieve.common.contract.retention import (
     NONE,
     PIXEL_CHANGE,
     RANDOM,
-    Pruning,
+    ItemPruning,
     num_kept,
 )
 
@@ -62,27 +62,27 @@ class Compared:
 
     rate: float
     method: str
-    pruning: Pruning
+    pruning: ItemPruning
 
 
 def compared(rates: Sequence[float], methods: Sequence[str]) -> list[Compared]:
     """No pruning, and every method at every rate."""
     return [
-        Compared(0.0, NONE, Pruning(0.0, NONE)),
+        Compared(0.0, NONE, ItemPruning(0.0, NONE)),
         *(Compared(rate, method, pruning_at(rate, method)) for rate in rates for method in methods),
     ]
 
 
-def pruning_at(rate: float, method: str) -> Pruning:
+def pruning_at(rate: float, method: str) -> ItemPruning:
     """The pruning that keeps as many tokens of a clip as EVS at `rate`, or the most below, or the method's fewest."""
-    count = num_kept(GRID, Pruning(rate, EVS))
+    count = num_kept(GRID, ItemPruning(rate, EVS))
     if method == EVS_CAUSAL:
         each = max(1, (count - GRID.slice_tokens) // (GRID.t - 1))
         # Half a token below the border of two numbers, as counts are rounded down.
-        return Pruning(_rate(each, GRID.slice_tokens), method)
+        return ItemPruning(_rate(each, GRID.slice_tokens), method)
     if method == AUTO:
-        return Pruning(_rate(count, GRID.tokens), PIXEL_CHANGE, threshold=AUTO_THRESHOLD)
-    return Pruning(_rate(count, GRID.tokens), method)
+        return ItemPruning(_rate(count, GRID.tokens), PIXEL_CHANGE, threshold=AUTO_THRESHOLD)
+    return ItemPruning(_rate(count, GRID.tokens), method)
 
 
 def _rate(kept: int, tokens: int) -> float:
@@ -110,10 +110,10 @@ def encoded(seed: int) -> bytes:
 
 
 async def ask_services(
-    model: Path, seeds: Sequence[int], questions: int, prunings: Sequence[Pruning]
-) -> dict[Pruning, list[Answered]]:
+    model: Path, seeds: Sequence[int], questions: int, prunings: Sequence[ItemPruning]
+) -> dict[ItemPruning, list[Answered]]:
     """Ask every question about every clip with every pruning, through the three services."""
-    found: dict[Pruning, list[Answered]] = {pruning: [] for pruning in prunings}
+    found: dict[ItemPruning, list[Answered]] = {pruning: [] for pruning in prunings}
     with get_context("spawn").Pool(1) as pool:
         async with LocalStack(model) as stack, GridsieveClient(stack.address) as client:
             clips = pool.imap(encoded, seeds)
@@ -139,7 +139,7 @@ async def ask_services(
 async def _ask(
     client: GridsieveClient,
     places: asyncio.Semaphore,
-    pruning: Pruning,
+    pruning: ItemPruning,
     clip: bytes,
     seed: int,
     question: Question,
@@ -158,9 +158,9 @@ async def _ask(
     return Answered(seed, scene_of(seed).kind, question.kind, item.num_kept, right)
 
 
-async def first_tokens(model: Path, seeds: Sequence[int], prunings: Sequence[Pruning]) -> dict[Pruning, float]:
+async def first_tokens(model: Path, seeds: Sequence[int], prunings: Sequence[ItemPruning]) -> dict[ItemPruning, float]:
     """Median seconds to the first token of a question that is asked alone, about a clip that no cache has."""
-    found: dict[Pruning, list[float]] = {pruning: [] for pruning in prunings}
+    found: dict[ItemPruning, list[float]] = {pruning: [] for pruning in prunings}
     async with (
         LocalStack(model, flags={"encoder": ["--cache-bytes", "0"]}) as stack,
         GridsieveClient(stack.address) as client,

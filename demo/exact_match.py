@@ -18,7 +18,7 @@ from demo.drawing import Pixels
 from demo.model import TIME_STEP, UNSUPERVISED, Prompt, PromptWriter, answer_logits, embed, prune
 from demo.questions import questions_about
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.services.preprocessing.prompt.positions import GridSpan
 
 BATCH = 8
@@ -39,10 +39,10 @@ def exact_match(
     writer: PromptWriter,
     clips: Pixels,
     seeds: Sequence[int],
-    prunings: Sequence[Pruning],
-) -> dict[Pruning, list[Judged]]:
+    prunings: Sequence[ItemPruning],
+) -> dict[ItemPruning, list[Judged]]:
     """For each pruning: all questions about all clips, in the same order."""
-    found: dict[Pruning, list[Judged]] = {pruning: [] for pruning in prunings}
+    found: dict[ItemPruning, list[Judged]] = {pruning: [] for pruning in prunings}
     for start in range(0, len(seeds), BATCH):
         batch = torch.from_numpy(clips[start : start + BATCH].copy())
         scenes = [scene_of(seed) for seed in seeds[start : start + BATCH]]

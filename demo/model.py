@@ -24,7 +24,7 @@ from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen2_5_VL
 
 from demo.checkpoint import IMAGE_MEAN, IMAGE_STD, SAMPLE_FPS, TOKENS_PER_SECOND
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.preprocessing.prompt.positions import LinearSpan, MediaSpan, TextSpan, positions_of
 
@@ -102,7 +102,7 @@ def embed(model: Qwen2_5_VLForConditionalGeneration, clips: Tensor) -> Tensor:
     return merged.view(batch, -1, merged.shape[-1])
 
 
-def prune(embeds: Tensor, grid: Grid, pruning: Pruning) -> Tensor:
+def prune(embeds: Tensor, grid: Grid, pruning: ItemPruning) -> Tensor:
     """The indices of the kept tokens of each clip: int64 [B, K]."""
     return torch.stack([keep_tokens(clip.detach(), grid, pruning) for clip in embeds]).long()
 

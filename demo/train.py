@@ -43,7 +43,7 @@ from demo.lessons import COLUMNS, DENSE_CLASSES, ROWS, Lessons, dense_labels, mo
 from demo.model import TIME_STEP, UNSUPERVISED, Prompt, PromptWriter, answer_logits, embed, use_uniform_windows
 from demo.scenes import KINDS, Scene
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import RANDOM, Pruning
+from gridsieve.common.contract.retention import RANDOM, ItemPruning
 from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.preprocessing.prompt.positions import GridSpan
 
@@ -66,7 +66,7 @@ MUON_SCALE = 2.5
 COPY_NOISE = 0.01
 # Weights of colour, shape, motion and place; shapes are the hardest to learn.
 DENSE_SHARES = (1.0, 3.0, 1.0, 1.0)
-VALIDATED = (Pruning(0.0), Pruning(0.75, RANDOM))
+VALIDATED = (ItemPruning(0.0), ItemPruning(0.75, RANDOM))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Trainer:
         scenes, clips = self.lessons.draw(CLIPS_A_STEP, of_several=CLIPS_OF_SEVERAL[progress > 0.7])
         embeds, dense = self._clip_embeds(scenes, clips)
         rate = round(self.rng.uniform(0, HIGHEST_RATE), 3)
-        prunings = [Pruning(rate, RANDOM, self.rng.randrange(2**31)) for _ in scenes]
+        prunings = [ItemPruning(rate, RANDOM, self.rng.randrange(2**31)) for _ in scenes]
         kept = torch.stack([keep_tokens(clip, VIDEO, pruning) for clip, pruning in zip(embeds, prunings, strict=True)])
         kept = kept.long()
         prompts = [self.lessons.ask(scene, QUESTIONS_A_CLIP) for scene in scenes]

@@ -21,7 +21,7 @@ from benchmarks.gpu.device import seconds
 from benchmarks.table import Row
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import AFTER_TOWER, EVS, NONE, Pruning
+from gridsieve.common.contract.retention import AFTER_TOWER, EVS, NONE, ItemPruning
 from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.encoder.settings import EncoderSettings
 from gridsieve.services.encoder.startup.build import compile_tower
@@ -146,4 +146,4 @@ def _encode(tower: Tower, slices: list[Tensor], grid: Grid, budget: int) -> Tens
 
 @torch.inference_mode()
 def _prune(embeds: Tensor, grid: Grid, method: str = EVS) -> Tensor:
-    return embeds[:, keep_tokens(embeds[0], grid, Pruning(RATE, method)).long()]
+    return embeds[:, keep_tokens(embeds[0], grid, ItemPruning(RATE, method)).long()]

@@ -13,7 +13,7 @@ from benchmarks.clips import pictures
 from benchmarks.table import Row, Timings
 from gridsieve.common.checkpoint import DEMO_MODEL, Checkpoint
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import AFTER_TOWER, NONE, Pruning
+from gridsieve.common.contract.retention import AFTER_TOWER, NONE, ItemPruning
 from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.tower import Tower
@@ -45,7 +45,7 @@ def _rows(tower: Tower, grid: Grid, rounds: int) -> list[Row]:
             embeds = torch.cat(encoded, dim=1)
             for method in methods:
                 joined_at = time.perf_counter()
-                kept = keep_tokens(embeds[0], grid, Pruning(RATE, method))
+                kept = keep_tokens(embeds[0], grid, ItemPruning(RATE, method))
                 gathered = embeds[:, kept.long()]
                 end = time.perf_counter()
                 assert gathered.shape[1] == kept.numel() < grid.tokens

@@ -42,8 +42,7 @@ from gridsieve.common.channels import open_channel, upstream_errors
 from gridsieve.common.contract.errors import InvalidRequest, PeerContract
 from gridsieve.common.contract.plan import Grid, Int32Array, MediaPlan, Modality, PromptPlan
 from gridsieve.common.contract.received import check_media, received_plan
-from gridsieve.common.contract.retention import BEFORE_TOWER, NONE, SUGGESTED
-from gridsieve.common.contract.retention import Pruning as Applied
+from gridsieve.common.contract.retention import BEFORE_TOWER, NONE, SUGGESTED, ItemPruning
 from gridsieve.common.contract.tensors import TensorBuffer
 from gridsieve.common.contract.wire import add_chunk, buffer_for
 from gridsieve.common.security.credentials import Credentials
@@ -125,7 +124,7 @@ class Inspection:
     kept: int32 [K], strictly increasing indices into the plan's grid.
     """
 
-    pruning: Applied
+    pruning: ItemPruning
     plan: MediaPlan
     frames: Sequence[NDArray[np.uint8]]
     kept: Int32Array
@@ -203,7 +202,7 @@ def _draw(inspected: Inspection, name: str) -> Any:
     return contact_sheet(stacked, grid, kept_tokens, plan.timestamps_s, name, caption, plan.slice_frames, in_groups)
 
 
-def _described(pruning: Applied) -> str:
+def _described(pruning: ItemPruning) -> str:
     where = ", before the tower," if pruning.method in BEFORE_TOWER else ""
     rate = f"rate {pruning.rate:g}" if pruning.rate or pruning.threshold is None else ""
     threshold = "" if pruning.threshold is None else f"threshold {pruning.threshold:g}"

@@ -26,8 +26,7 @@ from gridsieve.common.channels import end_writing, open_channel, upstream_errors
 from gridsieve.common.contract.errors import InvalidRequest, PeerContract
 from gridsieve.common.contract.plan import Int32Array, MediaPlan, Modality, PromptPlan
 from gridsieve.common.contract.received import check_media, received_kept, received_plan
-from gridsieve.common.contract.retention import METHODS, num_kept
-from gridsieve.common.contract.retention import Pruning as Applied
+from gridsieve.common.contract.retention import METHODS, ItemPruning, num_kept
 from gridsieve.common.contract.tensors import DType, TensorBuffer
 from gridsieve.common.contract.wire import add_chunk, buffer_for, prunings_of
 from gridsieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
@@ -54,7 +53,7 @@ class Encoded:
     kept: Int32Array
     tensor: TensorBuffer
     repaired_frames: int
-    pruning: Applied
+    pruning: ItemPruning
 
     @property
     def values(self) -> NDArray[np.float16] | NDArray[np.float32]:
@@ -166,7 +165,7 @@ def _time_base(item: MediaPlan) -> tuple[Fraction | None, tuple[float, ...]]:
     return None, tuple(each[0] if item.timed_by_first else (each[0] + each[-1]) / 2 for each in slices)
 
 
-def _encoded(plan: PromptPlan, index: int, pieces: list[encoder_pb2.EmbedsChunk], pruning: Applied) -> Encoded:
+def _encoded(plan: PromptPlan, index: int, pieces: list[encoder_pb2.EmbedsChunk], pruning: ItemPruning) -> Encoded:
     item, first = plan.media[index], pieces[0]
     least = None if pruning.threshold is None or item.modality is Modality.IMAGE else 1
     kept = received_kept(first, item.grid, num_kept(item.grid, pruning, item.modality), least)

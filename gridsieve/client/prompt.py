@@ -22,8 +22,7 @@ from gridsieve.client.live_events import Snapshots
 from gridsieve.client.tools import Tool, ToolCall
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import Pruning as Applied
-from gridsieve.common.contract.retention import named_method
+from gridsieve.common.contract.retention import ItemPruning, named_method
 
 EMBEDS_DTYPES = ("float16", "bfloat16", "float32")
 _SOURCES = ("path", "data", "server_path", "url", "frames", "embeds")
@@ -138,7 +137,7 @@ class Pruning:
 
     def __post_init__(self) -> None:
         method = named_method(None, self.threshold) if self.method is None else self.method
-        Applied(self.rate or 0.0, method, self.seed, self.threshold)
+        ItemPruning(self.rate or 0.0, method, self.seed, self.threshold)
 
 
 @dataclass(frozen=True, slots=True)

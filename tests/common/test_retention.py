@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.plan import Grid, Modality
-from gridsieve.common.contract.retention import METHODS, Pruning, num_kept
+from gridsieve.common.contract.retention import METHODS, ItemPruning, num_kept
 
 GRIDS = st.builds(Grid, st.integers(1, 64), st.integers(1, 40), st.integers(1, 40))
 
@@ -31,19 +31,19 @@ def test_counts_are_exact_in_decimal_arithmetic_above_the_floor_of_each_method(
         expected = grid.h * grid.w + (grid.t - 1) * max(1, math.floor(each))
     if modality is Modality.IMAGE or method == "none":
         expected = tokens
-    assert num_kept(grid, Pruning(ten_thousandths / 10_000, method), modality) == expected
+    assert num_kept(grid, ItemPruning(ten_thousandths / 10_000, method), modality) == expected
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, math.nan, math.inf])
 def test_rates_outside_their_range_are_refused(rate: float) -> None:
     with pytest.raises(InvalidRequest, match=r"pruning\.rate .* got"):
-        Pruning(rate)
+        ItemPruning(rate)
 
 
 def test_unknown_methods_and_negative_seeds_are_refused() -> None:
     with pytest.raises(
         InvalidRequest, match=r"evs, evs_causal, vidcom2, vcast, random, pixel_change, none, got 'best'"
     ):
-        Pruning(0.5, method="best")
+        ItemPruning(0.5, method="best")
     with pytest.raises(InvalidRequest, match=r"pruning\.seed"):
-        Pruning(0.5, method="random", seed=-1)
+        ItemPruning(0.5, method="random", seed=-1)

@@ -24,7 +24,7 @@ from gridsieve.common.contract.plan import (
     PromptPlan,
     Run,
 )
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.common.contract.tensors import PIECE_BYTES, DType
 from gridsieve.v1 import prompt_pb2, tensor_pb2
 
@@ -199,11 +199,11 @@ def test_the_pruning_of_an_item_overrides_that_of_the_request() -> None:
     own = prompt_pb2.Part(video=prompt_pb2.Media(pruning=prompt_pb2.Pruning(rate=0.5, method="random", seed=0)))
     plain = [prompt_pb2.Part(text="and"), prompt_pb2.Part(image=prompt_pb2.Media())]
     prompt = prompt_pb2.Prompt(messages=[prompt_pb2.Message(parts=plain), prompt_pb2.Message(parts=[own])])
-    assert wire.prunings_of(prompt, prompt_pb2.Pruning(rate=0.75)) == (Pruning(0.75), Pruning(0.5, "random", 0))
-    assert wire.prunings_of(prompt, prompt_pb2.Pruning())[0] == Pruning(rate=0.0)
+    assert wire.prunings_of(prompt, prompt_pb2.Pruning(rate=0.75)) == (ItemPruning(0.75), ItemPruning(0.5, "random", 0))
+    assert wire.prunings_of(prompt, prompt_pb2.Pruning())[0] == ItemPruning(rate=0.0)
     prompt.messages[1].parts[0].video.pruning.ClearField("rate")
     shared = prompt_pb2.Pruning(rate=0.75, method="vcast", seed=5)
-    assert wire.prunings_of(prompt, shared) == (Pruning(0.75, "vcast", 5), Pruning(0.75, "random", 0))
+    assert wire.prunings_of(prompt, shared) == (ItemPruning(0.75, "vcast", 5), ItemPruning(0.75, "random", 0))
     prompt.messages[1].parts[0].video.pruning.rate = 1.5
     with pytest.raises(InvalidRequest, match=r"^prompt\.messages\[1\]\.parts\[0\]\.video\.pruning\.rate .* got 1\.5"):
         wire.prunings_of(prompt, prompt_pb2.Pruning())
@@ -212,13 +212,13 @@ def test_the_pruning_of_an_item_overrides_that_of_the_request() -> None:
 def test_a_threshold_is_taken_over_by_what_names_neither_rate_nor_method() -> None:
     message, automatic = prompt_pb2.Pruning, prompt_pb2.Pruning(rate=0.75, threshold=0.25)
     cases = [
-        (message(), automatic, Pruning(0.75, "pixel_change", threshold=0.25)),
-        (message(rate=0.5), automatic, Pruning(0.5, "random")),
-        (message(rate=0.0), automatic, Pruning(0.0, "random")),
-        (message(rate=0.5), message(method="vcast"), Pruning(0.5, "vcast")),
-        (message(method="evs"), automatic, Pruning(0.75, "evs")),
-        (message(threshold=0.5), automatic, Pruning(0.75, "pixel_change", threshold=0.5)),
-        (message(threshold=0.5), message(rate=0.75, method="vcast"), Pruning(0.75, "pixel_change", threshold=0.5)),
+        (message(), automatic, ItemPruning(0.75, "pixel_change", threshold=0.25)),
+        (message(rate=0.5), automatic, ItemPruning(0.5, "random")),
+        (message(rate=0.0), automatic, ItemPruning(0.0, "random")),
+        (message(rate=0.5), message(method="vcast"), ItemPruning(0.5, "vcast")),
+        (message(method="evs"), automatic, ItemPruning(0.75, "evs")),
+        (message(threshold=0.5), automatic, ItemPruning(0.75, "pixel_change", threshold=0.5)),
+        (message(threshold=0.5), message(rate=0.75, method="vcast"), ItemPruning(0.75, "pixel_change", threshold=0.5)),
     ]
     for own, default, expected in cases:
         assert wire.pruning_of(wire.completed(own, default), usual="random") == expected

@@ -21,7 +21,7 @@ from demo.model import (
     use_uniform_windows,
 )
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.services.preprocessing.prompt.positions import GridSpan
 
 GRID = Grid(3, 4, 4)
@@ -86,7 +86,7 @@ def test_a_branch_has_the_logits_that_it_has_alone(
 ) -> None:
     writer = PromptWriter(tokenizer)
     embeds = torch.randn(2, GRID.tokens, TINY.hidden)
-    kept = prune(embeds, GRID, Pruning(0.5))
+    kept = prune(embeds, GRID, ItemPruning(0.5))
     branches = (writer.branch("What moves?", "the red circle"), writer.branch("How many?", "two"))
     prompts = [Prompt(writer.before(), branches), Prompt(writer.before("Be brief."), branches[::-1])]
     together = _told(model, embeds, kept, prompts, writer)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from gridsieve.common.byte_semaphore import ByteSemaphore
 from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run, tagged_digest
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.common.contract.tensors import DType, TensorBuffer
 from gridsieve.services.encoder.items.batcher import Batcher
 from gridsieve.services.encoder.items.cache import EmbedsCache, cache_key
@@ -95,7 +95,7 @@ def test_a_key_depends_on_everything_that_determines_the_embeddings_and_nothing_
     ]
     chosen = [
         None,
-        *(Pruning(rate, "pixel_change", threshold=least) for rate in (0.25, 0.5) for least in (None, 0, 0.1)),
+        *(ItemPruning(rate, "pixel_change", threshold=least) for rate in (0.25, 0.5) for least in (None, 0, 0.1)),
     ]
     assert len({cache_key(*each) for each in product(plans, [None], dtypes, (0, 3))}) == 6 * 2 * 2
     assert len({cache_key(plan_of(4), each, torch.float32, 0) for each in chosen}) == 7
@@ -258,7 +258,7 @@ async def test_a_second_request_gathers_from_the_cached_embeddings(stack: Stack,
     hits, forwards = metric("cache_lookups_total", outcome="hit"), metric("batch_tokens_count")
     media = [Media(Modality.IMAGE, IMAGE.grid, content=1), video(7), video(7)]
     responses = await stack.encode(first_request(media, rate, method), SELECT_ALL)
-    kept = keep_tokens(torch.from_numpy(unpruned[0].copy()), GRID, Pruning(rate, method)).tolist()
+    kept = keep_tokens(torch.from_numpy(unpruned[0].copy()), GRID, ItemPruning(rate, method)).tolist()
     for pruned in list(embeds_in(responses).values())[1:]:
         assert pruned.kept == kept
         np.testing.assert_array_equal(pruned.embeds, unpruned[:, kept])

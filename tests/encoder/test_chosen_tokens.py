@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gridsieve.common.contract import errors
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.common.contract.tensors import DType
 from gridsieve.common.contract.wire import add_chunk, buffer_for, int32_array, int32_tensor
 from gridsieve.services.encoder.items.cache_entry import CacheEntry
@@ -143,7 +143,7 @@ async def test_after_an_error_of_the_stream_a_waiter_goes_on_with_the_chosen_tok
 async def test_chosen_tokens_that_nobody_took_are_cached_in_memory_of_their_own(stack: Stack) -> None:
     """Until all are chosen they have memory for as many as may be."""
     cache, plan = stack.cache, plan_of([video(7)], stack.tower.patches, stack.tower.embed_levels).media[0]
-    pending = cache.join(plan, pruning := Pruning(RATE, "pixel_change", threshold=0.1))
+    pending = cache.join(plan, pruning := ItemPruning(RATE, "pixel_change", threshold=0.1))
     assert isinstance(pending, PendingEntry)
     await pending.reserve()
     for message in item_messages(0, video(7), stack.tower.patches, pruned(RATE, 0.1)):

@@ -29,7 +29,7 @@ from torch import Tensor
 from gridsieve.common.adapter_folder import AdapterFolder
 from gridsieve.common.contract.errors import StartupError, Unavailable
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import AFTER_TOWER, NONE, Pruning
+from gridsieve.common.contract.retention import AFTER_TOWER, NONE, ItemPruning
 from gridsieve.common.process import ExitStatus
 from gridsieve.services.compute.device import device_of
 from gridsieve.services.compute.rank_failure import RankFailure
@@ -290,7 +290,7 @@ def test_the_largest_forward_fills_every_rank_twice_and_with_each_adapter_and_is
 ) -> None:
     methods: list[str] = []
 
-    def keep(embeds: Tensor, grid: Grid, pruning: Pruning) -> Tensor:
+    def keep(embeds: Tensor, grid: Grid, pruning: ItemPruning) -> Tensor:
         methods.append(pruning.method)
         return keep_tokens(embeds, grid, pruning)
 

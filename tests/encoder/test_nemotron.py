@@ -19,7 +19,7 @@ from gridsieve.common.byte_semaphore import ByteSemaphore
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.common.contract.tensors import DType, TensorBuffer
 from gridsieve.services.encoder.items.batcher import Batcher
 from gridsieve.services.encoder.items.decoded_slices import FrameSlice
@@ -264,7 +264,7 @@ def test_evs_keeps_the_tokens_of_transformers(written: tuple[Path, Any], rate: f
     still = torch.rand(len(video), 1, video.shape[2], 1, generator=torch.Generator().manual_seed(1)) < 0.9
     video = torch.where(still, video[:1], video)
     slices = load_tower(Checkpoint(folder), "float32", CPU).encode(video.split(2))
-    kept = keep_tokens(torch.cat(slices, dim=1)[0], grid, Pruning(rate))
+    kept = keep_tokens(torch.cat(slices, dim=1)[0], grid, ItemPruning(rate))
     embeds = of_video(model, video)
     theirs = compute_retention_mask(embeds, grid.t, rate)
     ours = torch.zeros_like(theirs).index_fill(0, kept.long(), True)

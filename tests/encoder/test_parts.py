@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.common.contract.wire import int32_array
 from gridsieve.services.encoder.items import item as items
 from gridsieve.services.encoder.pruning.methods import keep_tokens
@@ -64,7 +64,7 @@ async def test_the_first_slice_is_sent_while_the_next_is_decoded(stack: Stack, m
     assert parts[0].slices == 1
     kept, embeds = joined(parts, 1 + stack.tower.embed_levels)
     expected = tower_embeds(stack.tower, 0, VIDEO)
-    indices = keep_tokens(expected[0], GRID, Pruning(rate, method))
+    indices = keep_tokens(expected[0], GRID, ItemPruning(rate, method))
     assert kept == indices.tolist()
     np.testing.assert_allclose(embeds, expected[:, indices.long()].numpy(), atol=2e-6)
     assert len({part.encoding for part in parts if part.encoding}) == 1

@@ -11,7 +11,7 @@ import torch
 
 from gridsieve.common.contract import errors
 from gridsieve.common.contract.plan import Grid, Modality
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.encoder.tower.tower import Tower
 from gridsieve.v1 import prompt_pb2
@@ -44,7 +44,7 @@ async def test_the_plan_is_followed_by_the_embeddings_of_every_item(stack: Stack
 async def test_all_levels_are_pruned_by_the_tokens_that_level_0_keeps(stack: Stack) -> None:
     received = embeds_in(await stack.encode(first_request([VIDEO, IMAGE], 0.5, "vidcom2"), SELECT_ALL))
     expected = tower_embeds(stack.tower, 0, VIDEO)
-    kept = keep_tokens(expected[0], GRID, Pruning(0.5, "vidcom2"))
+    kept = keep_tokens(expected[0], GRID, ItemPruning(0.5, "vidcom2"))
     assert received[0].kept == kept.tolist()
     np.testing.assert_allclose(received[0].embeds, expected[:, kept.long()].numpy(), atol=2e-6)
     assert received[1].kept is None  # images are never pruned

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.encoder.pruning.vcast import vcast_scores
 from tests.encoder.kept import RATES, check_kept, exact_count, videos
@@ -91,7 +91,7 @@ def settled_budgets(curvature: list[float], slice_tokens: int, count: int) -> li
 
 def keep_by_slice(embeds: NDArray[np.float32] | torch.Tensor, grid: Grid, rate: float) -> list[NDArray[np.int32]]:
     """Places within each slice."""
-    kept = keep_tokens(torch.as_tensor(embeds), grid, Pruning(rate, "vcast")).numpy()
+    kept = keep_tokens(torch.as_tensor(embeds), grid, ItemPruning(rate, "vcast")).numpy()
     assert kept.size == exact_count(grid, rate, grid.t)
     return [kept[kept // grid.slice_tokens == i] - i * grid.slice_tokens for i in range(grid.t)]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.services.encoder.pruning import ranking
 from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.encoder.pruning.vidcom2 import slice_budgets
@@ -87,7 +87,7 @@ def depends_on_rounding(to_video: Doubles, rate: float, count: int) -> bool:
 
 
 def keep(embeds: NDArray[np.float32] | torch.Tensor, grid: Grid, rate: float) -> NDArray[np.int32]:
-    kept: NDArray[np.int32] = keep_tokens(torch.as_tensor(embeds), grid, Pruning(rate, "vidcom2")).numpy()
+    kept: NDArray[np.int32] = keep_tokens(torch.as_tensor(embeds), grid, ItemPruning(rate, "vidcom2")).numpy()
     return kept
 
 

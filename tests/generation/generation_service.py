@@ -19,7 +19,7 @@ from grpc_status import rpc_status
 from gridsieve.common.byte_semaphore import ByteSemaphore
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import Grid, Modality, PromptPlan
-from gridsieve.common.contract.retention import EVS, METHODS, Pruning
+from gridsieve.common.contract.retention import EVS, METHODS, ItemPruning
 from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.memory.blocks import BlockAllocator
@@ -51,7 +51,7 @@ VIDEO = (Modality.VIDEO, Grid(4, 2, 3))
 TEXT_BEFORE, TEXT_AFTER = 16, 5
 KEPT = [*range(6), 9, 14, 15, 16, 20, 23]
 HALF = prompt_pb2.Pruning(rate=0.5)
-NOT_PRUNED = Pruning()
+NOT_PRUNED = ItemPruning()
 
 
 @dataclass
@@ -98,7 +98,7 @@ async def service_of(
     eos_ids: tuple[int, ...] = (),
     encoder_channel: grpc.aio.Channel | None = None,
     preprocessing_channel: grpc.aio.Channel | None = None,
-    pruning: Pruning = NOT_PRUNED,
+    pruning: ItemPruning = NOT_PRUNED,
     **encoder: Any,
 ) -> AsyncIterator[Service]:
     """encoder: arguments of the fake encoder. *_channel: to another peer instead of a fake one.

@@ -11,7 +11,7 @@ import pytest
 
 from gridsieve.common.contract.errors import MediaRejected
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.services.generation.live.frames import US_PER_S, Frame, FramePair
 from gridsieve.services.generation.live.session_writer import SessionWriter
 from gridsieve.services.generation.request.live_cuts import SliceSegment
@@ -28,7 +28,7 @@ async def test_a_slice_whose_decoder_fails_is_refused_and_the_session_keeps_what
     failed = MediaRejected("cannot be decoded: its decoder crashed", field="prompt.messages[0].parts[0].video.frames")
     media = Mock(open=Mock(side_effect=[failed, nullcontext()]))
     session, responses = Session("live", 64, 16, BLOCK_TOKENS), AsyncMock()
-    wanted = Mock(pruning=Pruning(threshold=0.05, method="pixel_change"), max_pixels=None, window_s=math.inf)
+    wanted = Mock(pruning=ItemPruning(threshold=0.05, method="pixel_change"), max_pixels=None, window_s=math.inf)
     writer = SessionWriter(wanted, session, responses, Mock(), media, Mock(), Mock(), dict)
     rows = np.arange(4, dtype=np.int32)
     segment = Segment(rows, np.tile(rows, (3, 1)), 4)

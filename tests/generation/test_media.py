@@ -14,7 +14,7 @@ import torch
 
 from gridsieve.common.contract import errors
 from gridsieve.common.contract.plan import FrameShape, Grid, Modality, PromptPlan
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.common.contract.wire import int32_tensor
 from gridsieve.services.generation.request.encoded_media import MediaItem
 from gridsieve.services.generation.request.encoded_media_cache import encoded_media_key
@@ -51,7 +51,7 @@ from tests.generation.media_client import (
 
 def test_media_encoded_otherwise_have_other_keys() -> None:
     video, _ = PLAN.media
-    random = Pruning(rate=0.5, method="random", seed=1)
+    random = ItemPruning(rate=0.5, method="random", seed=1)
     differing = [
         (video, random, 6, FINGERPRINT),
         *(

@@ -10,7 +10,7 @@ import torch
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.common.contract.retention import NONE, Pruning
+from gridsieve.common.contract.retention import NONE, ItemPruning
 from gridsieve.families import family_of
 from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.settings import check_pruning
@@ -54,7 +54,7 @@ def test_contexts_that_need_the_long_frequencies_are_refused(tmp_path: Path) -> 
 
 def test_a_default_method_that_the_model_does_not_take_is_refused(tmp_path: Path) -> None:
     minicpm.write(tmp_path, 1, "4.0")
-    for pruning in (Pruning(0.0), Pruning(0.5, NONE)):
+    for pruning in (ItemPruning(0.0), ItemPruning(0.5, NONE)):
         check_pruning(family_of(Checkpoint(tmp_path)), pruning)
     with pytest.raises(StartupError, match=r"--pruning-method evs .* one of none for this model: a resampler's tokens"):
-        check_pruning(family_of(Checkpoint(tmp_path)), Pruning(0.5))
+        check_pruning(family_of(Checkpoint(tmp_path)), ItemPruning(0.5))

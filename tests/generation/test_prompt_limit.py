@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gridsieve.common.contract.errors import PromptTooLong
 from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
-from gridsieve.common.contract.retention import BY_SLICE, EVS, EVS_CAUSAL, VCAST, VIDCOM2, Pruning
+from gridsieve.common.contract.retention import BY_SLICE, EVS, EVS_CAUSAL, VCAST, VIDCOM2, ItemPruning
 from gridsieve.services.generation.request.prompt_limit import PromptLimit
 
 TEXT = 10
@@ -62,7 +62,7 @@ def kept(grid: Grid, rate: float, modality: Modality, method: str = EVS) -> int:
 
 
 def room(
-    limit: int, plan: PromptPlan, pruning: Pruning, max_new_tokens: int | None = None, context: int | None = None
+    limit: int, plan: PromptPlan, pruning: ItemPruning, max_new_tokens: int | None = None, context: int | None = None
 ) -> int:
     """Tokens left under a limit, and before pruning under the context, if all media are pruned alike."""
     counts = [kept(item.grid, pruning.rate, item.modality, pruning.method) for item in plan.media]
@@ -71,7 +71,7 @@ def room(
 
 def test_linear_positions_must_fit_into_the_context_before_pruning() -> None:
     plan = plan_of((Modality.VIDEO, Grid(4, 5, 5)))
-    half, counts = Pruning(rate=0.5), [50]
+    half, counts = ItemPruning(rate=0.5), [50]
 
     def answer_tokens(context: int, wanted: int | None = None) -> int:
         return PromptLimit(100, context).answer_tokens(plan, [half], counts, wanted)
@@ -86,7 +86,7 @@ def test_linear_positions_must_fit_into_the_context_before_pruning() -> None:
 
 def test_the_answer_gets_the_tokens_that_the_pruned_prompt_leaves() -> None:
     plan = plan_of((Modality.VIDEO, Grid(4, 5, 5)))
-    half = Pruning(rate=0.5)
+    half = ItemPruning(rate=0.5)
     assert room(100, plan, half) == 100 - TEXT - 50
     assert room(100, plan, half, 40) == 40
     assert room(61, plan, half) == 1
@@ -100,11 +100,11 @@ def test_the_answer_gets_the_tokens_that_the_pruned_prompt_leaves() -> None:
 def test_no_max_pixels_is_advised_where_tokens_do_not_follow_it() -> None:
     plan = plan_of((Modality.VIDEO, Grid(20, 1, 8)), (Modality.IMAGE, Grid(1, 9, 8)), fixed=True)
     with pytest.raises(PromptTooLong) as info:
-        room(TEXT + 72 + 5 * 8 + 1, plan, Pruning(), 1)
+        room(TEXT + 72 + 5 * 8 + 1, plan, ItemPruning(), 1)
     # Five slices of two frames, one slice a second: at 0.51 frames a second the video has 11.
     assert str(info.value).endswith("; frame_sampling.fps 0.5 would fit")
     with pytest.raises(PromptTooLong, match=r"tokens$"):  # without advice: the image can have no fewer
-        room(TEXT + 72, plan, Pruning())
+        room(TEXT + 72, plan, ItemPruning())
 
 
 grids = st.builds(Grid, st.integers(1, 40), st.integers(1, 12), st.integers(1, 12))
@@ -135,7 +135,7 @@ def test_the_advice_would_fit_and_a_little_more_would_not(
     context: int | None,
 ) -> None:
     media = [*videos, *images]
-    plan, pruning = plan_of(*media, brought=brought, gap=between), Pruning(rate, method)
+    plan, pruning = plan_of(*media, brought=brought, gap=between), ItemPruning(rate, method)
 
     def tokens(max_pixels: int, fps: float, rate: float = rate) -> int:
         # Embeddings in the prompt cannot shrink.

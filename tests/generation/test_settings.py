@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from gridsieve.common.adapter_folder import AdapterFolder
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.families import family_of
 from gridsieve.services.compute.device import device_of
 from gridsieve.services.encoder.settings import EncoderSettings
@@ -47,7 +47,7 @@ def test_a_default_threshold_needs_a_method_before_the_tower_and_a_model_that_ta
     checkpoints: Callable[[str], Path],
 ) -> None:
     flags = ["--pruning-rate", "0.5", "--pruning-threshold", "0.04"]
-    assert GenerationSettings.load(flags).pruning({}, "evs") == Pruning(0.5, "pixel_change", threshold=0.04)
+    assert GenerationSettings.load(flags).pruning({}, "evs") == ItemPruning(0.5, "pixel_change", threshold=0.04)
     with pytest.raises(StartupError, match=r"--pruning-threshold is for pixel_change, the method is vcast"):
         GenerationSettings.load([*flags, "--pruning-method", "vcast"])
     words = "pixel_change at --pruning-rate 0.5 and --pruning-threshold 0.04: must be one of evs, .* reads whole frames"

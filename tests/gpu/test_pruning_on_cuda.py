@@ -9,7 +9,7 @@ import torch
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.services.compute.transfers import Readback
 from gridsieve.services.encoder.items.item import in_shared_memory
 from gridsieve.services.encoder.pruning.methods import Scores, keep_tokens
@@ -26,7 +26,7 @@ METHODS = ("evs", "evs_causal", "vidcom2", "vcast", "random")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("rate", [0.1, 0.75])
 def test_pruning_keeps_the_same_tokens_as_on_the_cpu_without_synchronising(method: str, rate: float) -> None:
-    grid, pruning = Grid(9, 6, 7), Pruning(rate, method, seed=3)
+    grid, pruning = Grid(9, 6, 7), ItemPruning(rate, method, seed=3)
     embeds = torch.randn(grid.tokens, 64, generator=torch.Generator().manual_seed(2)).to(CUDA)
     known = dict[str, Scores]()
     torch.cuda.synchronize()
@@ -47,7 +47,7 @@ def test_pruning_keeps_the_same_tokens_as_on_the_cpu_without_synchronising(metho
     ],
 )
 def test_ties_go_to_the_earlier_token(method: str, kept: list[int]) -> None:
-    assert keep_tokens(torch.ones(24, 8, device=CUDA), Grid(4, 2, 3), Pruning(0.5, method)).tolist() == kept
+    assert keep_tokens(torch.ones(24, 8, device=CUDA), Grid(4, 2, 3), ItemPruning(0.5, method)).tolist() == kept
 
 
 def test_only_the_read_of_kept_rows_waits_for_the_device(family: str, family_checkpoint: Path) -> None:
@@ -63,7 +63,7 @@ def test_only_the_read_of_kept_rows_waits_for_the_device(family: str, family_che
 
     def begin(method: str) -> Readback:
         embeds = torch.cat(tower.encode(slices), dim=1)
-        kept = keep_tokens(embeds[0], grid, Pruning(0.75, method))
+        kept = keep_tokens(embeds[0], grid, ItemPruning(0.75, method))
         return Readback(embeds[:, kept.long()], kept)
 
     count = grid.slice_tokens

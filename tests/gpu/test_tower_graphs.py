@@ -24,7 +24,7 @@ from torch import Tensor
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.services.compute.graphs import Captured
 from gridsieve.services.encoder.items.batcher import Batcher
 from gridsieve.services.encoder.pruning.methods import keep_tokens
@@ -135,7 +135,7 @@ def test_replays_equal_the_eager_forward_with_pruning(tower: Tower, graphed: Tow
             replayed = torch.cat(graphed.encode(slices)[-3:], dim=1)
         tolerance = TOLERANCE[tower.dtype]
         torch.testing.assert_close(replayed, eager, atol=tolerance, rtol=tolerance)
-        kept = keep_tokens(replayed[0], grid, Pruning(0.5, "evs"))
+        kept = keep_tokens(replayed[0], grid, ItemPruning(0.5, "evs"))
         assert len(kept) == int(Fraction(3, 2) * grid.h * grid.w)
 
 
@@ -236,7 +236,7 @@ def test_five_hundred_requests_do_not_grow_memory(graphed: Tower, shape: FamilyU
         for seed in range(first, first + 50):
             slices = slices_of(random_sides(shape, seed), shape, seed)
             embeds = graphed.encode(slices)
-            keep_tokens(torch.cat(embeds[-3:], dim=1)[0], grid_of(graphed, slices[-1], 3), Pruning(0.5, "evs"))
+            keep_tokens(torch.cat(embeds[-3:], dim=1)[0], grid_of(graphed, slices[-1], 3), ItemPruning(0.5, "evs"))
         del embeds
         gc.collect()
         torch.cuda.synchronize()

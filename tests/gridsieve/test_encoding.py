@@ -17,8 +17,7 @@ from gridsieve import Encoded, Image, Message, Pruning, Video, encode
 from gridsieve.client.messages import generate_request
 from gridsieve.common.contract import errors
 from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
-from gridsieve.common.contract.retention import RANDOM, VIDCOM2
-from gridsieve.common.contract.retention import Pruning as Applied
+from gridsieve.common.contract.retention import RANDOM, VIDCOM2, ItemPruning
 from gridsieve.common.contract.tensors import DType, TensorBuffer
 from gridsieve.common.contract.wire import int32_tensor, plan_messages, tensor_chunks
 from gridsieve.v1 import encoder_pb2, encoder_pb2_grpc
@@ -144,7 +143,7 @@ async def test_a_video_is_pruned_as_requested_and_an_image_never(
 
 def encoded(plan: MediaPlan, kept: int = CLIP.grid.tokens) -> Encoded:
     tensor = TensorBuffer(DType.FLOAT32, (1, kept, WIDTH))
-    return Encoded(plan, PLAN.fingerprint, np.arange(kept, dtype=np.int32), tensor, 0, Applied())
+    return Encoded(plan, PLAN.fingerprint, np.arange(kept, dtype=np.int32), tensor, 0, ItemPruning())
 
 
 def test_embeddings_keep_the_time_base_of_their_frames() -> None:

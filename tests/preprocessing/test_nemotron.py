@@ -24,7 +24,7 @@ from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.common.contract.tensors import DType
 from gridsieve.common.handover import Receiver
 from gridsieve.services.preprocessing.layouts.family import load_family
@@ -225,9 +225,9 @@ def test_a_checkpoint_of_the_code_published_with_it_is_read(folder: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "pruning", [Pruning(0.6, "pixel_change"), Pruning(method="pixel_change", threshold=0.1)], ids=str
+    "pruning", [ItemPruning(0.6, "pixel_change"), ItemPruning(method="pixel_change", threshold=0.1)], ids=str
 )
-def test_tokens_chosen_by_their_pixels_are_those_of_rounded_frames(pruning: Pruning) -> None:
+def test_tokens_chosen_by_their_pixels_are_those_of_rounded_frames(pruning: ItemPruning) -> None:
     """They are sent unrounded."""
     grid = Grid(6, 2, 2)
     frames = clip_of(grid, TOKEN_PX, seed=5).astype(np.float32)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
-from gridsieve.common.contract.retention import Pruning, chosen_before_tower
+from gridsieve.common.contract.retention import ItemPruning, chosen_before_tower
 from gridsieve.services.preprocessing.pruning.change import block_means, change
 from gridsieve.services.preprocessing.pruning.choice import Choice
 from gridsieve.services.preprocessing.video.resize import FrameArray
@@ -42,7 +42,7 @@ def clip_of(grid: Grid, token_px: int, seed: int) -> NDArray[np.uint8]:
     return frames
 
 
-def chosen_of(frames: FrameArray, grid: Grid, pruning: Pruning, held: int, repaired: int) -> list[int]:
+def chosen_of(frames: FrameArray, grid: Grid, pruning: ItemPruning, held: int, repaired: int) -> list[int]:
     """The kept tokens of the whole video, whose pixels are compared with the frames'.
 
     held: there is room for the pixels of so many slices. repaired: of the first slice's frames.
@@ -95,7 +95,7 @@ def chosen_of(frames: FrameArray, grid: Grid, pruning: Pruning, held: int, repai
 def test_the_kept_tokens_are_those_of_loops_over_blocks_slices_and_tokens(
     grid: Grid, token_px: int, seed: int, rate: float, threshold: float | None, held: int, repaired: int
 ) -> None:
-    pruning = Pruning(rate, "pixel_change", threshold=threshold)
+    pruning = ItemPruning(rate, "pixel_change", threshold=threshold)
     if not chosen_before_tower(grid, pruning, Modality.VIDEO):
         return
     frames = clip_of(grid, token_px, seed)
@@ -115,4 +115,4 @@ def test_equal_changes_go_to_the_slice_that_is_renewed_earlier() -> None:
     """The example of docs/pruning.md: A A B B A A B B, of which two slices stay."""
     shown = np.repeat([0, 0, 40, 40, 0, 0, 40, 40], FRAMES).astype(np.uint8)
     frames = np.broadcast_to(shown[:, None, None, None], (shown.size, 28, 28, 3))
-    assert chosen_of(frames, Grid(8, 1, 1), Pruning(0.68, "pixel_change"), held=8, repaired=0) == [0, 4]
+    assert chosen_of(frames, Grid(8, 1, 1), ItemPruning(0.68, "pixel_change"), held=8, repaired=0) == [0, 4]

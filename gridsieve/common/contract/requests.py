@@ -14,7 +14,7 @@ from typing import TypeAlias
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.limits import LARGER_FILES, MAX_INLINE_BYTES
 from gridsieve.common.contract.plan import MediaPlan
-from gridsieve.common.contract.retention import Pruning, reference_bytes
+from gridsieve.common.contract.retention import ItemPruning, reference_bytes
 from gridsieve.common.contract.tensors import MAX_PIECE_BYTES, PIECE_BYTES, pieces
 from gridsieve.common.contract.wire import MAX_MEDIA, named_media
 from gridsieve.v1 import prompt_pb2
@@ -212,7 +212,7 @@ async def selections(requests: Requests, media: int) -> AsyncIterator[tuple[int,
             yield index, request.select
 
 
-def pruning_from(select: prompt_pb2.Select, pruning: Pruning, item: MediaPlan) -> Pruning:
+def pruning_from(select: prompt_pb2.Select, pruning: ItemPruning, item: MediaPlan) -> ItemPruning:
     """The pruning of a selected item, from the selection's first slice on. Raises InvalidRequest."""
     first = select.first_slice
     if first and not (0 < first < item.grid.t and pruning.threshold is not None and not pruning.rate):

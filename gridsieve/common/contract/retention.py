@@ -42,7 +42,7 @@ BY_SLICE = (VIDCOM2, VCAST)
 
 
 @dataclass(frozen=True, slots=True)
-class Pruning:
+class ItemPruning:
     """How one media item is pruned.
 
     rate: share of a video's tokens to drop, 0 ≤ rate < 1; taken as its shortest decimal.
@@ -85,7 +85,7 @@ class Pruning:
 
 # The pruning that is suggested where a request names neither a rate nor a threshold. It drops only tokens whose pixels
 # changed by less than the threshold, so the number of dropped tokens follows from the video.
-SUGGESTED = Pruning(method=PIXEL_CHANGE, threshold=AUTO_THRESHOLD)
+SUGGESTED = ItemPruning(method=PIXEL_CHANGE, threshold=AUTO_THRESHOLD)
 
 
 def usual_method(methods: Sequence[str], config: Mapping[str, Any]) -> str:
@@ -102,19 +102,19 @@ def named_method(method: str | None, threshold: float | None, usual: str = EVS) 
     return method or (usual if threshold is None else PIXEL_CHANGE)
 
 
-def method_of(pruning: Pruning, modality: Modality) -> str:
+def method_of(pruning: ItemPruning, modality: Modality) -> str:
     """The method that metrics count an item under: `none` for images and where nothing is dropped."""
     return pruning.method if modality is Modality.VIDEO and pruning.drops else NONE
 
 
-def chosen_before_tower(grid: Grid, pruning: Pruning, modality: Modality) -> bool:
+def chosen_before_tower(grid: Grid, pruning: ItemPruning, modality: Modality) -> bool:
     """Whether the tower computes only a part of an item's tokens, because a method before it chose them."""
     if method_of(pruning, modality) not in BEFORE_TOWER:
         return False
     return pruning.threshold is not None or num_kept(grid, pruning) < grid.tokens
 
 
-def num_kept(grid: Grid, pruning: Pruning, modality: Modality = Modality.VIDEO) -> int:
+def num_kept(grid: Grid, pruning: ItemPruning, modality: Modality = Modality.VIDEO) -> int:
     """Number of tokens that are kept: ⌊t·h·w·(1 − rate)⌋, but at least a floor; all tokens of an image. The largest
     number that may be, where there is a threshold.
 

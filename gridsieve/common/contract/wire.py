@@ -28,7 +28,7 @@ from gridsieve.common.contract.plan import (
     PromptPlan,
     Run,
 )
-from gridsieve.common.contract.retention import BEFORE_TOWER, EVS, Pruning, named_method
+from gridsieve.common.contract.retention import BEFORE_TOWER, EVS, ItemPruning, named_method
 from gridsieve.common.contract.tensors import DType, TensorBuffer, pieces, shape_of, size_bytes
 from gridsieve.v1 import prompt_pb2, tensor_pb2
 
@@ -128,7 +128,7 @@ def tensor_digest(tensor: tensor_pb2.Tensor) -> bytes:
 # --- pruning ----------------------------------------------------------------------------------------------------
 
 
-def pruning_message(pruning: Pruning) -> prompt_pb2.Pruning:
+def pruning_message(pruning: ItemPruning) -> prompt_pb2.Pruning:
     return prompt_pb2.Pruning(rate=pruning.rate, method=pruning.method, seed=pruning.seed, threshold=pruning.threshold)
 
 
@@ -149,11 +149,11 @@ def completed(message: prompt_pb2.Pruning, default: prompt_pb2.Pruning) -> promp
     return whole
 
 
-def pruning_of(message: prompt_pb2.Pruning, usual: str = EVS) -> Pruning:
+def pruning_of(message: prompt_pb2.Pruning, usual: str = EVS) -> ItemPruning:
     """The pruning that a message asks for. usual: the method of a rate without one. Raises InvalidRequest as
-    `Pruning`."""
+    `ItemPruning`."""
     threshold = message.threshold if message.HasField("threshold") else None
-    return Pruning(
+    return ItemPruning(
         rate=message.rate,
         method=named_method(message.method, threshold, usual),
         seed=message.seed if message.HasField("seed") else None,
@@ -170,7 +170,7 @@ def named_media(prompt: prompt_pb2.Prompt) -> Iterator[tuple[str, Modality, prom
                 yield f"prompt.messages[{index}].parts[{place}].{kind}", Modality(kind), getattr(part, kind)
 
 
-def prunings_of(prompt: prompt_pb2.Prompt, default: prompt_pb2.Pruning, usual: str = EVS) -> tuple[Pruning, ...]:
+def prunings_of(prompt: prompt_pb2.Prompt, default: prompt_pb2.Pruning, usual: str = EVS) -> tuple[ItemPruning, ...]:
     """The pruning of each media item: its own, and what that leaves unset from `default` (where that is unset, too,
     nothing is pruned).
 

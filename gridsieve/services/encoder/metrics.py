@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 from gridsieve.common.contract.plan import MediaPlan, Modality
-from gridsieve.common.contract.retention import METHODS, Pruning, method_of
+from gridsieve.common.contract.retention import METHODS, ItemPruning, method_of
 from gridsieve.common.telemetry.metrics import STAGE_BUSY_SECONDS
 
 _PREFIX = "gridsieve_encoder_"
@@ -60,7 +60,7 @@ for _source in ("repeated", "cached"):
     REUSED_SLICES.labels(_source)
 
 
-def count_item(item: MediaPlan, pruning: Pruning, kept: int) -> None:
+def count_item(item: MediaPlan, pruning: ItemPruning, kept: int) -> None:
     """Counts an answered item. kept: how many of its tokens were sent."""
     ITEMS.labels(item.modality.value).inc()
     method = method_of(pruning, item.modality)

@@ -9,7 +9,7 @@ from typing import Self
 
 from gridsieve.common.chat_templates import chat_templates
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.common.contract.wire import completed, pruning_message
 from gridsieve.services.generation.model.adapters import Adapters
 from gridsieve.services.generation.model.language_model import LanguageModel
@@ -60,7 +60,7 @@ class ServedModel:
     grammars: Grammars
     adapters: Adapters
     reads_calls: bool
-    pruning: Pruning
+    pruning: ItemPruning
     pruning_methods: Sequence[str]
     usual_method: str
     live: LiveModel | None = None
@@ -74,7 +74,7 @@ class ServedModel:
         defaults: SamplingDefaults,
         model: LanguageModel,
         limit_tokens: int,
-        pruning: Pruning,
+        pruning: ItemPruning,
         pruning_methods: Sequence[str],
         usual_method: str,
         live: LiveModel | None = None,

@@ -17,7 +17,7 @@ from gridsieve.common.contract.retention import (
     METHODS,
     PIXEL_CHANGE,
     TRAINED_RATE,
-    Pruning,
+    ItemPruning,
     named_method,
 )
 from gridsieve.common.serving.settings import UpstreamSettings
@@ -198,7 +198,7 @@ class GenerationSettings(UpstreamSettings):
         """Per sequence and step, of either kind."""
         return self.num_draft_tokens if self.draft_model else self.speculative_tokens
 
-    def pruning(self, config: Mapping[str, Any], usual: str) -> Pruning:
+    def pruning(self, config: Mapping[str, Any], usual: str) -> ItemPruning:
         """Of videos for which a request names none. config: of the checkpoint. usual: the method of a rate without one.
 
         Raises StartupError if the config has a rate that is not at least 0 and below 1.
@@ -208,10 +208,10 @@ class GenerationSettings(UpstreamSettings):
             rate = 0.0 if self.pruning_threshold is not None else config.get(TRAINED_RATE) or 0.0
             if not isinstance(rate, int | float) or not 0 <= rate < 1:
                 raise StartupError(f"config.json: {TRAINED_RATE} must be at least 0 and below 1, got {rate!r}")
-        return Pruning(float(rate), method, threshold=self.pruning_threshold)
+        return ItemPruning(float(rate), method, threshold=self.pruning_threshold)
 
 
-def check_pruning(family: ModelFamily, pruning: Pruning) -> None:
+def check_pruning(family: ModelFamily, pruning: ItemPruning) -> None:
     """Raises StartupError if the encoder would refuse every request whose videos are pruned so."""
     if pruning.drops and pruning.method not in family.methods:
         threshold = "" if pruning.threshold is None else f" and --pruning-threshold {pruning.threshold:g}"

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gridsieve.common.byte_semaphore import ByteSemaphore
 from gridsieve.common.contract.plan import DIGEST_BYTES, MediaPlan, tagged_digest
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.common.telemetry.logs import add_request_stats
 from gridsieve.services.encoder.items.batcher import Batcher
 from gridsieve.services.encoder.items.cache_entry import CacheEntry, StageTimes, copied_embeds
@@ -52,7 +52,9 @@ class EmbedsCache:
         self._readers: Counter[CacheEntry] = Counter()  # of cached entries
         self._slices: dict[SliceKey, CacheEntry] = {}  # the latest cached entry with such a slice
 
-    def join(self, plan: MediaPlan, chosen: Pruning | None = None, adapter: bytes = b"") -> PendingEntry | CacheEntry:
+    def join(
+        self, plan: MediaPlan, chosen: ItemPruning | None = None, adapter: bytes = b""
+    ) -> PendingEntry | CacheEntry:
         """The item's entry, or what becomes it, with the caller as a waiter until `leave`.
 
         chosen: how its tokens are chosen before the tower; None: all are encoded. adapter: digest of the one that it is
@@ -146,7 +148,7 @@ class EmbedsCache:
 
 
 def cache_key(
-    item: MediaPlan, chosen: Pruning | None, dtype: torch.dtype, embed_levels: int, adapter: bytes = b""
+    item: MediaPlan, chosen: ItemPruning | None, dtype: torch.dtype, embed_levels: int, adapter: bytes = b""
 ) -> bytes:
     """32 bytes that differ wherever modality, grid, dtype, levels, content, adapter or the choice before the tower
     differ.

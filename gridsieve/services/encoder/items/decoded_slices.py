@@ -16,7 +16,7 @@ import numpy as np
 
 from gridsieve.common.contract.errors import PeerContract
 from gridsieve.common.contract.plan import Int32Array, MediaPlan, Modality
-from gridsieve.common.contract.retention import Pruning, num_kept
+from gridsieve.common.contract.retention import ItemPruning, num_kept
 from gridsieve.common.contract.tensors import TensorBuffer
 from gridsieve.services.encoder.tower.tower import Arrangement
 
@@ -54,7 +54,9 @@ class DecodedSlices:
     keys: of each slice; None: it is not found by others. reference: as the last slice brings it.
     """
 
-    def __init__(self, plan: MediaPlan, arrangement: Arrangement, chosen: Pruning | None, adapter: bytes = b"") -> None:
+    def __init__(
+        self, plan: MediaPlan, arrangement: Arrangement, chosen: ItemPruning | None, adapter: bytes = b""
+    ) -> None:
         """chosen: how tokens are chosen before the tower; None: all are encoded. adapter: digest of the one that they
         are encoded with; empty: none."""
         self.tokens = num_encoded(plan, chosen)
@@ -123,6 +125,6 @@ class DecodedSlices:
         return piece.digest, self._plan.grid.h, self._plan.grid.w, self.times_of(piece.index), self._adapter
 
 
-def num_encoded(plan: MediaPlan, chosen: Pruning | None) -> int:
+def num_encoded(plan: MediaPlan, chosen: ItemPruning | None) -> int:
     """How many tokens of an item are encoded, at most. chosen: how they are chosen before the tower; None: all are."""
     return plan.grid.tokens if chosen is None else num_kept(plan.grid, chosen)

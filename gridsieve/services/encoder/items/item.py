@@ -28,7 +28,7 @@ from torch import Tensor
 from gridsieve.common.byte_semaphore import ByteSemaphore
 from gridsieve.common.contract.errors import MediaRejected
 from gridsieve.common.contract.plan import Int32Array, MediaPlan, Modality
-from gridsieve.common.contract.retention import NONE, Pruning, causal_slice_tokens, chosen_before_tower, num_kept
+from gridsieve.common.contract.retention import NONE, ItemPruning, causal_slice_tokens, chosen_before_tower, num_kept
 from gridsieve.common.contract.tensors import DType
 from gridsieve.common.sealed_memory import SealedMemory
 from gridsieve.common.telemetry.logs import add_request_stats
@@ -88,7 +88,7 @@ class Item:
         self,
         media_index: int,
         plan: MediaPlan,
-        pruning: Pruning,
+        pruning: ItemPruning,
         cache: EmbedsCache,
         output_bytes: ByteSemaphore,
         shares: bool = False,

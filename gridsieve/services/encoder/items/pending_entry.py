@@ -22,7 +22,7 @@ from torch import Tensor
 from gridsieve.common.byte_semaphore import ByteSemaphore
 from gridsieve.common.contract.errors import Unavailable
 from gridsieve.common.contract.plan import Int32Array, MediaPlan, Modality
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.services.encoder.items.batcher import Batcher, ForwardTimes
 from gridsieve.services.encoder.items.cache_entry import CacheEntry, StageTimes, copied_embeds, copy_embeds
 from gridsieve.services.encoder.items.decoded_slices import DecodedSlices, FrameSlice, SliceKey, num_encoded
@@ -86,7 +86,7 @@ class PendingEntry:
         tower: Tower,
         batcher: Batcher,
         encoding_bytes: ByteSemaphore,
-        chosen: Pruning | None = None,
+        chosen: ItemPruning | None = None,
         find: Callable[[SliceKey], Tensor | None] = lambda key: None,
         adapter: bytes = b"",
     ) -> None:
@@ -350,7 +350,7 @@ class PendingEntry:
         self.notify()
 
 
-def encoding_bytes(tower: Tower, plan: MediaPlan, chosen: Pruning | None) -> int:
+def encoding_bytes(tower: Tower, plan: MediaPlan, chosen: ItemPruning | None) -> int:
     """Bytes that encoding an item takes: its embeddings, and before them what they are arranged from."""
     tokens = num_encoded(plan, chosen)
     arrangement = tower.arrangement(plan)

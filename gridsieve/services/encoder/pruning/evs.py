@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import Pruning, causal_slice_tokens, num_kept
+from gridsieve.common.contract.retention import ItemPruning, causal_slice_tokens, num_kept
 from gridsieve.services.encoder.pruning.ranking import keep_best, keep_best_of_slices, rounded, spans
 
 
@@ -32,17 +32,17 @@ def evs_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor]:
     return (scores.view(-1),)
 
 
-def evs_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tensor:
+def evs_kept(scores: Sequence[Tensor], grid: Grid, pruning: ItemPruning) -> Tensor:
     """Indices of the best tokens of the whole video: int32 (K,), strictly increasing."""
     return keep_best(scores[0], num_kept(grid, pruning))
 
 
-def evs_causal_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tensor:
+def evs_causal_kept(scores: Sequence[Tensor], grid: Grid, pruning: ItemPruning) -> Tensor:
     """Indices of all tokens of the first slice and of the best of each other: int32 (K,), strictly increasing."""
     return _best_of_slices(scores[0].view(grid.t, -1), grid, pruning, 0)
 
 
-def evs_causal_part(embeds: Tensor, grid: Grid, pruning: Pruning, start: int) -> Tensor:
+def evs_causal_part(embeds: Tensor, grid: Grid, pruning: ItemPruning, start: int) -> Tensor:
     """What `evs_causal_kept` keeps of some slices of a video, from `start` on: int32 (k,), indices into its grid.
 
     embeds: of these slices and, unless `start` is 0, of the slice before them, (n·h·w, D).
@@ -51,7 +51,7 @@ def evs_causal_part(embeds: Tensor, grid: Grid, pruning: Pruning, start: int) ->
     return _best_of_slices(scores.view(-1, grid.slice_tokens)[min(1, start) :], grid, pruning, start)
 
 
-def _best_of_slices(scores: Tensor, grid: Grid, pruning: Pruning, start: int) -> Tensor:
+def _best_of_slices(scores: Tensor, grid: Grid, pruning: ItemPruning, start: int) -> Tensor:
     """scores: float32 (n, h·w), of the slices from `start` on."""
     each = causal_slice_tokens(grid, pruning.rate)
     budgets, count = torch.full((len(scores),), each, device=scores.device), each * len(scores)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import EVS, EVS_CAUSAL, RANDOM, VCAST, VIDCOM2, Pruning, num_kept
+from gridsieve.common.contract.retention import EVS, EVS_CAUSAL, RANDOM, VCAST, VIDCOM2, ItemPruning, num_kept
 from gridsieve.services.compute.transfers import to_device
 from gridsieve.services.encoder.pruning.evs import evs_causal_kept, evs_causal_part, evs_kept, evs_scores
 from gridsieve.services.encoder.pruning.ranking import keep_best
@@ -39,11 +39,11 @@ class Method:
 
     scores: str
     score: Callable[[Tensor, Grid], Scores]
-    keep: Callable[[Scores, Grid, Pruning], Tensor]
-    keep_part: Callable[[Tensor, Grid, Pruning, int], Tensor] | None = None
+    keep: Callable[[Scores, Grid, ItemPruning], Tensor]
+    keep_part: Callable[[Tensor, Grid, ItemPruning, int], Tensor] | None = None
 
 
-def _random_kept(_: Scores, grid: Grid, pruning: Pruning) -> Tensor:
+def _random_kept(_: Scores, grid: Grid, pruning: ItemPruning) -> Tensor:
     """The same tokens for the same grid, rate and seed."""
     generator = torch.Generator().manual_seed(pruning.seed or 0)
     order = torch.randperm(grid.tokens, generator=generator).float()
@@ -60,7 +60,7 @@ _METHODS: Mapping[str, Method] = {
 }
 
 
-def keep_tokens(embeds: Tensor, grid: Grid, pruning: Pruning, known: dict[str, Scores] | None = None) -> Tensor:
+def keep_tokens(embeds: Tensor, grid: Grid, pruning: ItemPruning, known: dict[str, Scores] | None = None) -> Tensor:
     """Indices of the tokens of one video that `pruning` keeps.
 
     embeds: (t·h·w, D), any float dtype. known: scores of these embeddings by method, to which new ones are added.
@@ -80,7 +80,7 @@ def keeps_by_slice(method: str) -> bool:
     return method in _METHODS and _METHODS[method].keep_part is not None
 
 
-def keep_part(embeds: Tensor, grid: Grid, pruning: Pruning, start: int) -> Tensor:
+def keep_part(embeds: Tensor, grid: Grid, pruning: ItemPruning, start: int) -> Tensor:
     """Indices into the grid of the tokens that `pruning`, which drops some, keeps of slices from `start` on.
 
     embeds: of these slices and, unless `start` is 0, of the slice before them, (n·h·w, D). Returns int32 (k,), strictly

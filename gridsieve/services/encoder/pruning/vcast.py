@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import Pruning, num_kept
+from gridsieve.common.contract.retention import ItemPruning, num_kept
 from gridsieve.services.encoder.pruning.ranking import finite_spans, finite_tokens, keep_best_of_slices, slice_budgets
 
 _TEMPERATURE = 0.7
@@ -47,7 +47,7 @@ def vcast_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     return scores, _curvature(means)
 
 
-def vcast_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tensor:
+def vcast_kept(scores: Sequence[Tensor], grid: Grid, pruning: ItemPruning) -> Tensor:
     """Indices of the tokens that V-CAST keeps.
 
     scores: from `vcast_scores`.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import Pruning, num_kept
+from gridsieve.common.contract.retention import ItemPruning, num_kept
 from gridsieve.services.encoder.pruning.ranking import finite_spans, finite_tokens, keep_best_of_slices, slice_budgets
 
 _WIDTHS = (2**-3, 2**-2, 2**-1, 1.0, 2.0)
@@ -52,7 +52,7 @@ def vidcom2_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     return to_video, to_both
 
 
-def vidcom2_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tensor:
+def vidcom2_kept(scores: Sequence[Tensor], grid: Grid, pruning: ItemPruning) -> Tensor:
     """Indices of the tokens that VidCom2 keeps.
 
     scores: from `vidcom2_scores`.

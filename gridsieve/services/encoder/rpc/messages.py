@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import AFTER_TOWER, BEFORE_TOWER, Pruning, method_of
+from gridsieve.common.contract.retention import AFTER_TOWER, BEFORE_TOWER, ItemPruning, method_of
 from gridsieve.common.contract.tensors import MAX_AXES
 from gridsieve.common.contract.wire import named_media, pruning_of, prunings_of, tensor_digest
 from gridsieve.services.compute.adapters import named_adapter
@@ -39,7 +39,7 @@ class BroughtEmbeds:
     tensor: Tensor
 
 
-def checked_prunings(request: EncodePrompt, tower: Tower) -> tuple[Pruning, ...]:
+def checked_prunings(request: EncodePrompt, tower: Tower) -> tuple[ItemPruning, ...]:
     """How each media item is pruned, by media index.
 
     Raises InvalidRequest for a rate out of range, where tokens are dropped for a method that the tower does not take,
@@ -122,7 +122,7 @@ def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
             raise InvalidRequest(text, field=name, value=value)
 
 
-def _check_method(name: str, pruning: Pruning, tower: Tower) -> None:
+def _check_method(name: str, pruning: ItemPruning, tower: Tower) -> None:
     method = pruning.method
     if pruning.drops and method not in tower.pruning_methods:
         limit = f"one of {', '.join(tower.pruning_methods)} for this model"

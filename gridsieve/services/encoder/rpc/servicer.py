@@ -24,7 +24,7 @@ from gridsieve.common.contract.errors import InvalidRequest, Overloaded
 from gridsieve.common.contract.limits import MAX_INLINE_BYTES
 from gridsieve.common.contract.plan import PromptPlan
 from gridsieve.common.contract.requests import check_prompt, pruning_from, received_pieces, selections
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.common.handover import Receiver, sender_to
 from gridsieve.common.security.credentials import NO_CREDENTIALS, Credentials
 from gridsieve.common.serving.interceptors import passed_on
@@ -112,7 +112,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         self,
         selections: AsyncIterator[tuple[int, prompt_pb2.Select]],
         plan: PromptPlan,
-        prunings: tuple[Pruning, ...],
+        prunings: tuple[ItemPruning, ...],
         adapter: bytes,
         brought: dict[int, BroughtEmbeds],
         stream: PreprocessStream,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import BEFORE_TOWER, NONE, Pruning
+from gridsieve.common.contract.retention import BEFORE_TOWER, NONE, ItemPruning
 from gridsieve.services.compute.transfers import Computed, Readback, beside
 from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.encoder.tower.graph_buckets import Size
@@ -64,5 +64,5 @@ def _prune(tower: Tower, embeds: Tensor) -> None:
         if method not in (NONE, *BEFORE_TOWER):
             with beside(tower.device, "prune"):
                 video = embeds[:, : grid.tokens]
-                kept = keep_tokens(video[0], grid, Pruning(_RATE, method))
+                kept = keep_tokens(video[0], grid, ItemPruning(_RATE, method))
                 Readback(video[:, kept.long()], kept).wait()

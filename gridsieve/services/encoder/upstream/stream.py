@@ -23,7 +23,7 @@ from gridsieve.common.channels import end_writing, read_from, write_to
 from gridsieve.common.contract.errors import DeadlinePassed, Overloaded, PeerContract, Unavailable
 from gridsieve.common.contract.plan import DIGEST_BYTES, Int32Array, MediaPlan, Modality, PromptPlan
 from gridsieve.common.contract.received import received_plan
-from gridsieve.common.contract.retention import Pruning, reference_bytes
+from gridsieve.common.contract.retention import ItemPruning, reference_bytes
 from gridsieve.common.contract.wire import add_chunk, buffer_for, from_ago_s, int32_array, pruning_message
 from gridsieve.common.handover import Receiver
 from gridsieve.services.encoder.items.decoded_slices import FrameSlice
@@ -248,7 +248,7 @@ def _digest(first: FramesChunk) -> bytes:
     return first.digest
 
 
-def _reference(first: FramesChunk, item: MediaPlan, chosen: Pruning | None) -> bytes:
+def _reference(first: FramesChunk, item: MediaPlan, chosen: ItemPruning | None) -> bytes:
     """What was last shown of each place, in the first message of the last slice, if it was asked for; else empty."""
     last = first.first_frame + item.slice_frames >= item.frames.count
     size_bytes = reference_bytes(item.grid) if last and chosen and chosen.first_slice else 0

@@ -9,7 +9,7 @@ from typing import Self
 
 from gridsieve.common.contract.errors import InvalidRequest, within
 from gridsieve.common.contract.requests import check_prompt
-from gridsieve.common.contract.retention import EVS_CAUSAL, NONE, PIXEL_CHANGE, SUGGESTED, Pruning
+from gridsieve.common.contract.retention import EVS_CAUSAL, NONE, PIXEL_CHANGE, SUGGESTED, ItemPruning
 from gridsieve.common.contract.wire import completed, pruning_message, pruning_of
 from gridsieve.families import not_live
 from gridsieve.services.generation.answers.messages import sampling_request
@@ -24,7 +24,7 @@ WINDOW_TOKENS, ANSWER_TOKENS, MIN_TOKENS = 4096, 1024, 16
 MAX_TRIGGERS = 16
 MAX_ASK_ID_CHARACTERS = 128
 SOURCE_NAME, MAX_SOURCE_NAME_CHARACTERS = "source", 64
-NOTHING_PRUNED = Pruning(method=NONE)
+NOTHING_PRUNED = ItemPruning(method=NONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Options:
     again whatever ends it."""
 
     messages: Sequence[prompt_pb2.Message]
-    pruning: Pruning
+    pruning: ItemPruning
     fps: float
     max_pixels: int | None
     window_tokens: int
@@ -116,7 +116,7 @@ def ask_of(message: generation_pb2.LiveAsk) -> Ask:
     return Ask(message.ask_id, [part.text for part in message.parts], wanted, message.transient)
 
 
-def _triggers(messages: Sequence[generation_pb2.LiveTrigger], pruning: Pruning) -> Sequence[Trigger]:
+def _triggers(messages: Sequence[generation_pb2.LiveTrigger], pruning: ItemPruning) -> Sequence[Trigger]:
     """Raises InvalidRequest."""
     if len(messages) > MAX_TRIGGERS:
         raise InvalidRequest(field="open.triggers", limit=f"at most {MAX_TRIGGERS}", value=len(messages))
@@ -151,7 +151,7 @@ def _check_text(parts: Sequence[prompt_pb2.Part], name: str) -> None:
             raise InvalidRequest("must be text: what a live session sees are its frames", field=f"{name}[{index}]")
 
 
-def _pruning(message: prompt_pb2.Pruning, methods: Sequence[str]) -> Pruning:
+def _pruning(message: prompt_pb2.Pruning, methods: Sequence[str]) -> ItemPruning:
     """How slices are pruned. Raises InvalidRequest for what compares more than a slice and the one before it."""
     default = SUGGESTED if SUGGESTED.method in methods else NOTHING_PRUNED  # the rate of all slices is not known
     wanted = pruning_of(completed(message, pruning_message(default)))

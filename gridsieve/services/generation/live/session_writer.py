@@ -15,7 +15,7 @@ from typing import Any
 
 from gridsieve.common.contract.errors import InvalidRequest, MediaRejected, Overloaded, PromptTooLong, Unavailable
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.common.contract.wire import pruning_message
 from gridsieve.services.generation.answers.events import Inbox
 from gridsieve.services.generation.engine.engine import Engine
@@ -171,7 +171,7 @@ class SessionWriter:
         return 0.0 if whole else cut.kept.size / cut.grid.tokens
 
     def _open(
-        self, announcing: prompts.Announcing, pruning: Pruning, **chosen: Any
+        self, announcing: prompts.Announcing, pruning: ItemPruning, **chosen: Any
     ) -> AbstractAsyncContextManager[MediaSession]:
         """Slices meet the replica that has the ones before them in its caches."""
         prompt, pictures = announcing

@@ -16,14 +16,14 @@ from itertools import count
 from weakref import WeakValueDictionary
 
 from gridsieve.common.contract.plan import MediaPlan, tagged_digest
-from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.services.generation.request.encoded_media import EncodedMedia, MediaItem
 
 _DOMAIN = b"gridsieve answers v1"
 
 
 def encoded_media_key(
-    item: MediaPlan, pruning: Pruning, num_kept: int, fingerprint: bytes, adapter: bytes = b""
+    item: MediaPlan, pruning: ItemPruning, num_kept: int, fingerprint: bytes, adapter: bytes = b""
 ) -> bytes:
     """32 bytes that differ wherever media, sampling, grid, pruning, checkpoint or adapter differ.
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from gridsieve.common.contract.errors import PromptTooLong
 from gridsieve.common.contract.plan import Grid, MediaPlan, PromptPlan
-from gridsieve.common.contract.retention import Pruning, num_kept
+from gridsieve.common.contract.retention import ItemPruning, num_kept
 
 # Preprocessing samples at least this many frames of a video, unless the request sets another minimum.
 MIN_FRAMES = 4
@@ -30,7 +30,7 @@ class PromptLimit:
     context_tokens: int | None = None
 
     def answer_tokens(
-        self, plan: PromptPlan, prunings: Sequence[Pruning], num_kept: Sequence[int], max_new_tokens: int | None
+        self, plan: PromptPlan, prunings: Sequence[ItemPruning], num_kept: Sequence[int], max_new_tokens: int | None
     ) -> int:
         """The maximum number of tokens of the answer, at least 1.
 
@@ -50,7 +50,7 @@ class PromptLimit:
         wanted = f"an answer of {answer} tokens" if max_new_tokens else "an answer"
         limits = [Limit(prunings, self.tokens - text - answer)]
         if self.context_tokens is not None:
-            limits.append(Limit([Pruning()] * len(plan.media), self.context_tokens - text - answer))
+            limits.append(Limit([ItemPruning()] * len(plan.media), self.context_tokens - text - answer))
         if self.context_tokens is not None and prompt + answer <= self.tokens:
             raise PromptTooLong(
                 f"the prompt has {plan.tokens} tokens before pruning, which keep their positions; with {wanted} it "
@@ -72,7 +72,7 @@ class PromptLimit:
 class Limit:
     """How many tokens all media of a prompt may have, each pruned so."""
 
-    prunings: Sequence[Pruning]
+    prunings: Sequence[ItemPruning]
     tokens: int
 
     def holds(self, media: Sequence[MediaPlan], size: Callable[[MediaPlan], tuple[int, int]]) -> bool:
@@ -96,7 +96,7 @@ def advice(media: Sequence[MediaPlan], limits: Sequence[Limit]) -> str | None:
     return f"{', or '.join(ways)} would fit" if ways else None
 
 
-def _tokens(item: MediaPlan, pruning: Pruning, slices: int, slice_tokens: int) -> int:
+def _tokens(item: MediaPlan, pruning: ItemPruning, slices: int, slice_tokens: int) -> int:
     """Prompt tokens of an item after pruning, if it had `slices` slices of `slice_tokens` tokens."""
     return num_kept(Grid(slices, 1, slice_tokens), pruning, item.modality) + _between(item, slices)
 

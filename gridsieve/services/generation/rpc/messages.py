@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gridsieve.common.contract.plan import Int32Array, Modality, PromptPlan
-from gridsieve.common.contract.retention import AUTO_THRESHOLD, BEFORE_TOWER, EVS, Pruning
+from gridsieve.common.contract.retention import AUTO_THRESHOLD, BEFORE_TOWER, EVS, ItemPruning
 from gridsieve.common.contract.wire import grid_message, modality_message
 from gridsieve.v1 import generation_pb2
 
 
-def usage_message(plan: PromptPlan, prunings: Sequence[Pruning], num_kept: Sequence[int]) -> generation_pb2.Usage:
+def usage_message(plan: PromptPlan, prunings: Sequence[ItemPruning], num_kept: Sequence[int]) -> generation_pb2.Usage:
     """Usage of a prompt before generation. prunings, num_kept: one for each media item."""
     full = sum(item.grid.tokens for item in plan.media)
     usage = generation_pb2.Usage(

@@ -8,7 +8,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from gridsieve.common.byte_semaphore import ByteSemaphore
 from gridsieve.common.contract.plan import MediaPlan
-from gridsieve.common.contract.retention import METHODS, Pruning, method_of
+from gridsieve.common.contract.retention import METHODS, ItemPruning, method_of
 from gridsieve.common.telemetry.metrics import FINE_SECONDS_BUCKETS, STAGE_BUSY_SECONDS, age_seconds
 from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.engine.stats import Step
@@ -104,7 +104,7 @@ def count_step(step: Step) -> None:
         STAGE_BUSY_SECONDS.labels("prefill").observe(step.seconds)
 
 
-def count_prompt(usage: Usage, media: Sequence[MediaPlan], prunings: Sequence[Pruning]) -> None:
+def count_prompt(usage: Usage, media: Sequence[MediaPlan], prunings: Sequence[ItemPruning]) -> None:
     """Counts a prompt whose media have arrived. media, prunings: one for each media item."""
     PROMPT_TOKENS.labels("before").inc(usage.prompt_tokens_full)
     PROMPT_TOKENS.labels("after").inc(usage.prompt_tokens)

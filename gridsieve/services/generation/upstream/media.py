@@ -25,7 +25,7 @@ from gridsieve.common.contract.limits import MAX_INLINE_BYTES
 from gridsieve.common.contract.plan import Modality, PromptPlan
 from gridsieve.common.contract.received import check_plan
 from gridsieve.common.contract.requests import check_prompt, detach_files, file_pieces
-from gridsieve.common.contract.retention import EVS, Pruning, num_kept, reference_bytes
+from gridsieve.common.contract.retention import EVS, ItemPruning, num_kept, reference_bytes
 from gridsieve.common.contract.wire import prunings_of
 from gridsieve.common.handover import Receiver
 from gridsieve.common.retries import Retries
@@ -173,7 +173,7 @@ class MediaSession:
     def __init__(
         self,
         plan: PromptPlan,
-        prunings: tuple[Pruning, ...],
+        prunings: tuple[ItemPruning, ...],
         adapter: Adapter | None,
         upstream: RetriedCall,
         clock: StageClock,

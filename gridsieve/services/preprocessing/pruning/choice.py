@@ -27,7 +27,7 @@ from gridsieve.common.contract.plan import Int32Array, MediaPlan, Modality
 from gridsieve.common.contract.retention import (
     AUTO_THRESHOLD,
     BEFORE_TOWER,
-    Pruning,
+    ItemPruning,
     chosen_before_tower,
     num_kept,
 )
@@ -41,7 +41,7 @@ from gridsieve.services.preprocessing.video.slices import Slice
 _NONE: Int32Array = np.empty(0, np.int32)
 
 
-def choice_of(pruning: Pruning, plan: MediaPlan, shares: bool = False) -> Choice | None:
+def choice_of(pruning: ItemPruning, plan: MediaPlan, shares: bool = False) -> Choice | None:
     """How the tokens of an item are chosen; None: its frames are sent whole, because none of its tokens are dropped.
     shares: as `Choice` has it.
 
@@ -70,7 +70,7 @@ class Choice:
     slice_bytes: of a whole slice, at most.
     """
 
-    def __init__(self, plan: MediaPlan, pruning: Pruning, shares: bool = False) -> None:
+    def __init__(self, plan: MediaPlan, pruning: ItemPruning, shares: bool = False) -> None:
         height, width = plan.frames.size_px
         self._grid = plan.grid
         self._side = height // plan.grid.h
