@@ -47,9 +47,13 @@ class ExitStatus(IntEnum):
     STUCK = 4  # a step or a forward that took longer than --step-timeout-s
 
 
-def cores() -> int:
-    """The cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
+def cores() -> float:
+    """The cores that this process may use: those that it may run on, or its container's share of them."""
+    count = float(len(os.sched_getaffinity(0)))
+    with suppress(OSError, ValueError):  # "max": no limit
+        quota_us, period_us = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())  # cgroup v2
+        count = min(count, quota_us / period_us)
+    return count
 
 
 def memory_bytes() -> int:

@@ -1,4 +1,4 @@
-"""Process settings: free ports and memory that malloc keeps."""
+"""Process settings: free ports, cores, and memory that malloc keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gridsieve.common.process import free_port
+from gridsieve.common.process import cores, free_port
 
 
 def test_free_ports_differ_and_lie_below_the_ephemeral_range() -> None:
@@ -75,3 +75,20 @@ print(os.nice(0), before != group())
 def test_a_process_that_leaves_cores_to_others_lowers_the_session_that_it_leads(leads: bool) -> None:
     ran = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, start_new_session=leads)
     assert ran.stdout.split() == [str(max(10, os.nice(0))), str(leads)]
+
+
+@pytest.mark.parametrize(("written", "limit"), [("150000 100000\n", 1.5), ("max 100000\n", None), (None, None)])
+def test_a_container_has_its_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, written: str | None, limit: float | None
+) -> None:
+    """As Kubernetes sets it from `limits.cpu`: the process may run on every core, for a part of the time."""
+
+    def read_text(path: Path) -> str:
+        assert path == Path("/sys/fs/cgroup/cpu.max")
+        if written is None:
+            raise FileNotFoundError(path)
+        return written
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert cores() == (limit or 64)

@@ -17,7 +17,7 @@ from statistics import mean
 # A stream of 1920×1080 in H.264 takes 61 MiB, one of 640×360 27 MiB. Streams may take a quarter of the memory.
 _STREAM_BYTES, _MEMORY_SHARE = 64 * 2**20, Fraction(1, 4)
 # The rest is for the service itself, which relays what cameras send, and for a stream that takes more than the others.
-_CORES_SHARE = Fraction(3, 4)
+_CORES_SHARE = 0.75
 # Of a stream, while none is measured: between 640×360 and 1280×720 with 25 frames a second.
 _FIRST_CORES = 0.05
 # How long a camera is measured. Its pauses and the time between its key frames are shorter.
@@ -51,14 +51,14 @@ class StreamRoom:
     cores: float | None = None
 
     @classmethod
-    def of(cls, cores: int, memory_bytes: int, max_requests: int | None) -> StreamRoom:
+    def of(cls, cores: float, memory_bytes: int, max_requests: int | None) -> StreamRoom:
         """Of a machine. Each stream is one of the requests that run, of which the others need some."""
         held = f"a quarter of {memory_bytes >> 20} MiB, {_STREAM_BYTES >> 20} for each"
         limits = [(int(memory_bytes * _MEMORY_SHARE) // _STREAM_BYTES, held)]
         if max_requests is not None:
             limits.append((max_requests // 2, f"half of --max-requests {max_requests}"))
         most, why = min(limits)
-        return cls(max(1, most), f"--max-streams is unset: {why}", float(cores * _CORES_SHARE))
+        return cls(max(1, most), f"--max-streams is unset: {why}", cores * _CORES_SHARE)
 
     def refusal(self, streams: int, measured: Sequence[float]) -> str:
         """Why no further stream may be watched; empty: it may. measured: cores that some of the `streams` use."""
