@@ -93,8 +93,8 @@ class Run:
 class FrameShape:
     """How many frames of an item are sent, and their sizes after resizing. The default: none.
 
-    count: of an image 1, or that and its tiles; so for each frame of a video with tile_columns. 0 if the prompt
-        brought the item's embeddings.
+    count: pictures that are sent. An image has 1, and each of its tiles is one more. A video has its frames, and each
+        tile of each frame. 0 if the prompt brought the item's embeddings.
     size_px: of each frame, but for tiles of another size; (0, 0) without frames.
     tile_px: of tiles, which are all frames of a picture but the first; None if these have the first one's size.
     tile_columns: of an image whose frames are the whole picture and then its tiles, row by row, or of a video each of
@@ -230,7 +230,10 @@ class MediaPlan:
 
     @property
     def slices(self) -> int:
-        """How many parts are decoded and encoded one by one: temporal slices of a video without tiles, else frames."""
+        """How many units are decoded and encoded one by one.
+
+        A video without tiles: the rows of its grid. An image, or a video with tiles: each picture.
+        """
         if self.brings_embeds or (self.modality is Modality.VIDEO and not self.frames.tile_columns):
             return self.grid.t
         return self.frames.count

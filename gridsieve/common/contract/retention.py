@@ -50,8 +50,9 @@ class ItemPruning:
     seed: of `random`; None: 0.
     threshold: of the methods before the tower: what changed by less is dropped, and at least the share `rate` in any
         case, so that num_kept is a bound; None: `rate` alone decides.
-    first_slice: none of the tokens of slices before it are kept; above 0 only with a threshold and without a rate.
-    reference: what those from it on are compared with, of `reference_bytes`; empty: the slice before it.
+    first_slice: tokens of earlier slices are dropped. Above 0 only with a threshold and without a rate.
+    reference: what was last shown of each place, of `reference_bytes`. The slices from `first_slice` on are compared
+        with it; if it is empty, with the slice before `first_slice`.
     Raises InvalidRequest for a value outside its range, an unknown method, and a threshold of another method.
     """
 

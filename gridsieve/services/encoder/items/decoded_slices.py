@@ -27,13 +27,15 @@ SliceKey: TypeAlias = tuple[bytes, int, int, tuple[int, ...], bytes]
 
 @dataclass(frozen=True, slots=True)
 class FrameSlice:
-    """One temporal slice of a media item: [frames, height, width, 3], of the dtype that its plan names.
+    """One of `MediaPlan.slices` of an item.
 
-    index: its place in the item's grid. decoded_ns, resized_ns: when its last frame left these stages, on this host's
-    monotonic clock. kept: which of its tokens are there, one below the other, int32 [k], increasing; None: all of it.
-    digest: of frames and kept; empty: not known. repeats: the index of an earlier slice of the item, of which it has
-    the frames and the kept tokens; its own frames are then None. reference: of the last slice, what was last shown of
-    each place, if it was asked for.
+    index: its place among them.
+    frames: [frames, height, width, 3], of the dtype that the plan names; None: it repeats an earlier slice.
+    decoded_ns, resized_ns: when its last frame left these stages, on this host's monotonic clock.
+    kept: the tokens whose squares the frames are, one below the other, int32 [k], increasing; None: all of them.
+    digest: of frames and kept; empty: not known.
+    repeats: the index of an earlier slice of the item that has the same frames and kept tokens; None: it is new.
+    reference: of the last slice, what was last shown of each place, if the item was selected with a reference.
     """
 
     index: int

@@ -6,9 +6,9 @@
 
 With overlap, a step is scheduled and its forward launched before the tokens of the one before it are known: the device
 feeds them to it. The host reads them, and prepares what sampling depends on, grammars among it, while that forward is
-computed. A request whose answer turns out to have ended is computed for one step too many, and not sampled. Draft
-tokens need the tokens: steps with them are read at once. A head that drafts does so before a step is launched, and
-reads what the step computed once its tokens are read.
+computed. A request whose answer turns out to have ended is computed for one step too many, and not sampled. An engine
+with drafts has no overlap, because a draft continues tokens that the host must know first. A drafting head drafts
+before the launch. It reads the hidden states of the step after the tokens of the step are read.
 
 It runs in the engine's thread and does not know the queue of commands: `engine` calls it, one step after another.
 """

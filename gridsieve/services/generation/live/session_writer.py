@@ -65,10 +65,11 @@ class SessionWriter:
     async def write(self, work: FramePair | Ask) -> float:
         """Adds a slice, or answers a question. Returns the share of the slice's tokens that changed.
 
-        The session begins again before it if it does not fit: with the segments of the window; and if it is too far
-        from them, or does not fit beside them, alone.
-        Raises InvalidRequest for what is refused, and Unavailable and Overloaded: the session can go on without it.
-        Raises SegmentFailed: it cannot.
+        If the slice or the question does not fit, the session begins again: it forgets all rows, computes the segments
+        of the window again, and then this one. If frames have another size, or this one does not fit beside the
+        window, the session begins with this one alone.
+        Raises InvalidRequest for what is refused, Unavailable and Overloaded: the session can go on. Raises
+        SegmentFailed: the session cannot go on.
         """
         try:
             return await self._write(work)

@@ -25,8 +25,9 @@ MAX_TEXTS = 3
 class Base:
     """What a slice builds on.
 
-    shown: the slice before it in its turn; None: it begins the turn. cut: of `shown`. reference: what was last shown of
-    each place; empty: `shown` tells. is_gone: the slice is taken whole, because what it could build on is not held.
+    shown: the slice before this one in the turn; None: this slice begins the turn. cut: the segment of `shown`.
+    reference: what was last shown of each place; empty: the slice is compared with `shown`.
+    is_gone: what the slice would build on is not held any more, so the whole slice is encoded.
     """
 
     shown: FramePair | None

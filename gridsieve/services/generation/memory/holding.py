@@ -25,7 +25,7 @@ class Holding:
     num_cached_blocks: first blocks that are cached in the allocator, or equal to a cached block.
     parent_serial: serial of the last of these blocks.
     answer_serial: of the last block of the answer that has a snapshot.
-    shared_tokens: first tokens that were found in blocks, whether or not a snapshot was at their end.
+    shared_tokens: how many first tokens had a cached block, even where no state lets the request begin after them.
     cached_tokens: prompt tokens that other requests had computed.
     reclaimed: its blocks were taken away before its request finished.
     """

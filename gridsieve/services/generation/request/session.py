@@ -68,13 +68,14 @@ class Segment:
 class Session:
     """The rows that a session holds, at rest.
 
-    window_tokens: rows that it holds at most before a segment is computed, its own ones included for a slice.
-    answer_tokens: for how many more there is room.
+    window_tokens: the most rows that it holds before a segment is computed; the rows of a slice count with them.
+    answer_tokens: room beyond the window for a question and its answer.
     lease: its blocks, of which the first ones hold its rows, and the recurrent state after them.
     ids: int32 [held]; positions: int32 [3, held]; numbers: int32 [held], the segment of each row.
-    next_position: of the next row of text. count: segments so far. first: the oldest one, but for 0, that was not
-    evicted.
-    unsaid: the end of the last answer that stayed, which was sampled and not computed.
+    next_position: of the next row of text. count: segments so far.
+    first: number of the oldest segment after segment 0 that is held. Segment 0 stays.
+    unsaid: the last tokens of the last answer that stayed, which were sampled and whose keys and values were not
+    computed.
     """
 
     id: str

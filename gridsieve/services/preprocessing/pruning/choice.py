@@ -66,7 +66,8 @@ class Choice:
     """Chooses the tokens of one video, whose slices come in order.
 
     shares: makes the pixels in memory that can be handed over.
-    first: the first slice whose tokens may be kept; above 0, these are chosen by a reference, without renewed slices.
+    first: slices before this one keep no token. If it is above 0, the slices from it on are compared with a reference,
+        and none is sent whole to renew what was shown.
     slice_bytes: of a whole slice, at most.
     """
 
