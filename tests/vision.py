@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.cosmos3_edge import Vision
 from tests.families import FamilyUnderTest
+from tests.families.cosmos3_edge import Vision
 
 
 def patches_of(frames: NDArray[np.uint8], folder: Path, shape: FamilyUnderTest) -> Tensor:

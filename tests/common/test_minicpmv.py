@@ -15,7 +15,7 @@ from gridsieve.families.minicpm.versions import queries_of, version_of
 from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.generation.loading import check_ranks, load_language_model
 from gridsieve.services.preprocessing.layouts.family import load_family
-from tests import minicpm
+from tests.families import minicpm
 
 CPU = torch.device("cpu")
 LOADERS: tuple[Callable[[Checkpoint], object], ...] = (

@@ -25,8 +25,8 @@ from gridsieve.services.encoder.tower.attention import (
     find_attention,
 )
 from gridsieve.services.encoder.tower.loading import load_tower
-from tests import minicpm
 from tests.encoder.tower_recorder import attend_by_formula
+from tests.families import minicpm
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

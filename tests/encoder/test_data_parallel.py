@@ -44,14 +44,13 @@ from gridsieve.services.encoder.tower.graphs import with_graphs
 from gridsieve.services.encoder.tower.parallel.exchange import Exchange
 from gridsieve.services.encoder.tower.parallel.tower import DataParallelTower, packing_of
 from gridsieve.services.encoder.tower.tower import Tower
-from tests import minicpm, nemotron
 from tests.adapters import write_adapter
 from tests.encoder.encoder_service import tower_of
 from tests.encoder.test_graphs import assert_same
 from tests.encoder.test_kept_frames import kept_frames
 from tests.encoder.test_llava import frames_of
 from tests.encoder.test_minicpmv import groups
-from tests.families import load_reference
+from tests.families import load_reference, minicpm, nemotron
 
 TIMEOUT_S = 20
 PAIR = ((2, 3, 3), (2, 3, 3))

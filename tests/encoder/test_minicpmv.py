@@ -20,8 +20,8 @@ from gridsieve.services.encoder.tower.graphs import with_graphs
 from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.packing import Side, TowerShape, lay_out
 from gridsieve.services.encoder.tower.patches import TimedFrames
-from tests import minicpm
 from tests.encoder.tower_recorder import Recorder, load_packed
+from tests.families import minicpm
 
 CPU = torch.device("cpu")
 SIZES = [(56, 70), (14, 14), (28, 112), (56, 70), (98, 42)]

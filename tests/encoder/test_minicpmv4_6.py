@@ -18,10 +18,10 @@ from gridsieve.services.encoder.tower.graphs import with_graphs
 from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.packing import Side, TowerShape, lay_out
 from gridsieve.services.encoder.tower.patches import Frames
-from tests import minicpmv4_6 as oracle
 from tests.encoder.test_kept_frames import kept_frames
 from tests.encoder.tower_recorder import Recorder, load_packed
-from tests.families import QWEN3_5, write_minicpmv4_6
+from tests.families import QWEN3_5
+from tests.families import minicpmv4_6 as oracle
 from tests.generation.checkpoints import changed
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def test_tokens_that_are_chosen_before_the_tower_see_each_other_alone(mode: str,
 
 @pytest.mark.parametrize("mode", ["16x", pytest.param("4x", marks=DEEP)])
 def test_graphs_replay_what_the_tower_computes(mode: str, tmp_path: Path) -> None:
-    write_minicpmv4_6(tmp_path, 1, mode=mode)
+    oracle.write_tiny(tmp_path, 1, mode=mode)
     tower, recorder = load_packed(tmp_path), Recorder()
     graphed = with_graphs(tower, 64, recorder)
     recorder.replayed.clear()
@@ -99,7 +99,7 @@ def multiplications(patches: int) -> int:
 
 
 def test_layers_after_the_windows_cost_a_quarter(tmp_path: Path) -> None:
-    write_minicpmv4_6(tmp_path, 1)
+    oracle.write_tiny(tmp_path, 1)
     tower = load_tower(Checkpoint(tmp_path), "float32", CPU)
     assert tower.cost((1, 112, 168, 3)) == multiplications(8 * 12)
 
@@ -109,7 +109,7 @@ def an_image(frames: FrameShape, tokens: int) -> MediaPlan:
 
 
 def test_frames_that_do_not_make_their_grid_are_refused(tmp_path: Path) -> None:
-    write_minicpmv4_6(tmp_path, 1)
+    oracle.write_tiny(tmp_path, 1)
     arrange = load_tower(Checkpoint(tmp_path), "float32", CPU).arrangement
     sliced = FrameShape(3, (56, 112), tile_px=(112, 112), tile_columns=2)
     assert [arrange(an_image(sliced, 10)).tokens_before(index) for index in range(4)] == [0, 2, 6, 10]
@@ -126,6 +126,6 @@ def test_frames_that_do_not_make_their_grid_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_towers_that_merge_otherwise_are_refused(tmp_path: Path, changes: dict[str, object], named: str) -> None:
-    folder = changed(write_minicpmv4_6(tmp_path / "written", 1), tmp_path / "changed", **changes)
+    folder = changed(oracle.write_tiny(tmp_path / "written", 1), tmp_path / "changed", **changes)
     with pytest.raises(StartupError, match=named):
         load_tower(Checkpoint(folder), "float32", CPU)

@@ -31,8 +31,8 @@ from gridsieve.services.encoder.tower.graphs import with_graphs
 from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.parallel.tower import packing_of
 from gridsieve.services.encoder.tower.patches import KeptFrames
-from tests import nemotron
 from tests.encoder.tower_recorder import Recorder, load_packed
+from tests.families import nemotron
 
 CPU = torch.device("cpu")
 TOKEN_PX = nemotron.PATCH_PX * nemotron.MERGE

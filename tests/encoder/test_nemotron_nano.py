@@ -14,9 +14,9 @@ from gridsieve.common.contract.errors import StartupError
 from gridsieve.services.encoder.tower.graphs import with_graphs
 from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.patches import KeptFrames
-from tests import nemotron_nano
 from tests.encoder.test_nemotron import CPU, TOKEN_PX, frames_of, of_kept, of_pictures
 from tests.encoder.tower_recorder import Recorder, load_packed
+from tests.families import nemotron_nano
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from gridsieve.common.contract.retention import NONE, ItemPruning
 from gridsieve.families import family_of
 from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.settings import check_pruning
-from tests import minicpm
+from tests.families import minicpm
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text
 from tests.tiny import TinyEngine, load_models, random_item

@@ -27,8 +27,8 @@ from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.model import norms
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.sampling.sampler import SamplingParams
-from tests import cosmos3_edge, law
-from tests.families import FAMILIES, load_reference, write_qwen3_vl_moe
+from tests import law
+from tests.families import FAMILIES, cosmos3_edge, load_reference, write_qwen3_vl_moe
 from tests.generation.checkpoints import changed, tied, with_swapped_experts
 from tests.generation.paged_kernels import layers_by_flash_infer, use_paged
 from tests.generation.recorder import Recorder

@@ -14,7 +14,7 @@ from gridsieve.services.encoder.tower.attention import Resampling, find_attentio
 from gridsieve.services.encoder.tower.graphs import TowerGraphs, with_graphs
 from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.patches import TimedFrames
-from tests import minicpm
+from tests.families import minicpm
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),

@@ -24,8 +24,7 @@ from gridsieve.common.contract.wire import PlanReceiver
 from gridsieve.v1 import prompt_pb2
 from gridsieve.v1.preprocessing_pb2 import PreprocessRequest
 from gridsieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
-from tests import nemotron
-from tests.families import FamilyUnderTest, text_and_head
+from tests.families import FamilyUnderTest, nemotron, text_and_head
 from tests.vision import patches_of
 
 NEW_TOKENS = 8

@@ -18,10 +18,10 @@ from gridsieve.client.encoding import encode
 from gridsieve.client.prompt import Image, Message, Part, Pruning, Text, Video
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.plan import Modality
-from tests import cosmos3_edge, media
+from tests import media
 from tests.drafts import write_mtp
 from tests.encoder.kept import FLOAT32_ERROR, check_kept, exact_scores
-from tests.families import FAMILIES, load_reference
+from tests.families import FAMILIES, cosmos3_edge, load_reference
 from tests.integration.before_tower import answered, asking, encoded, expect
 from tests.integration.conftest import SEEING, another_generation
 from tests.integration.fleet import Stack, running

@@ -18,7 +18,8 @@ from gridsieve.client.messages import generate_request
 from gridsieve.client.prompt import Frames, Image, Part, Text, Video, user_turn
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.plan import Grid, PromptPlan
-from tests import media, minicpm
+from tests import media
+from tests.families import minicpm
 from tests.integration.conftest import idle, metric
 from tests.integration.fleet import Stack, running
 from tests.integration.reference import CLEAR_MARGIN, NEW_TOKENS, plan_and_slices

@@ -19,8 +19,8 @@ from gridsieve.client.prompt import Image, Part, Pruning, Text, Video
 from gridsieve.common.contract.plan import Modality, PromptPlan
 from gridsieve.common.contract.retention import EVS, PIXEL_CHANGE
 from tests import media
-from tests import minicpmv4_6 as oracle
 from tests.families import FAMILIES, QWEN3_5
+from tests.families import minicpmv4_6 as oracle
 from tests.integration.conftest import running
 from tests.integration.reference import CLEAR_MARGIN, NEW_TOKENS
 from tests.integration.test_minicpmv import QUESTION, plan_and_frames

@@ -19,8 +19,8 @@ from gridsieve.client.client import GridsieveClient
 from gridsieve.client.encoding import encode
 from gridsieve.client.messages import generate_request
 from gridsieve.client.prompt import Image, Part, Pruning, Text, Video, user_turn
-from tests import media, nemotron, nemotron_nano
-from tests.families import load_reference
+from tests import media
+from tests.families import load_reference, nemotron, nemotron_nano
 from tests.integration.fleet import Stack, running
 from tests.integration.reference import NEW_TOKENS, check_answer, plan_and_frames
 

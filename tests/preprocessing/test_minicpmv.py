@@ -26,7 +26,7 @@ from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.planner import Planner
 from gridsieve.services.preprocessing.prompt.embeds import Embeds
 from gridsieve.services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample
-from tests import minicpm
+from tests.families import minicpm
 from tests.generation.checkpoints import changed
 from tests.media import clip, picture
 from tests.preprocessing.planning import ROUNDING, image, pictures, plan_of, planned, sent_of, video

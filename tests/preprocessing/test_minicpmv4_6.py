@@ -29,8 +29,7 @@ from gridsieve.services.preprocessing.prompt.canvas import CanvasSpan, canvas_po
 from gridsieve.services.preprocessing.prompt.embeds import Embeds
 from gridsieve.services.preprocessing.video.sampling import FrameSampling
 from tests import media
-from tests import minicpmv4_6 as oracle
-from tests.families import write_minicpmv4_6
+from tests.families import minicpmv4_6 as oracle
 from tests.generation.checkpoints import changed
 from tests.preprocessing import planning
 from tests.preprocessing.planning import ROUNDING
@@ -75,7 +74,7 @@ Message = tuple[str, Sequence[str | Picture | Video]]
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    return cache(lambda name, mode: write_minicpmv4_6(tmp_path_factory.mktemp(name), 1, name, mode))
+    return cache(lambda name, mode: oracle.write_tiny(tmp_path_factory.mktemp(name), 1, name, mode))
 
 
 @pytest.fixture(scope="module", params=[("minicpmv4_6", "16x"), pytest.param(("minicpmv4_7", "4x"), marks=DEEP)])

@@ -30,9 +30,9 @@ from gridsieve.common.handover import Receiver
 from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.planner import PlannedPrompt, Planner
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
-from tests import nemotron
+from tests.families import nemotron
+from tests.families.nemotron import MERGE, PATCH_PX, TUBELET, Video, picture_grid_of, processed
 from tests.media import picture
-from tests.nemotron import MERGE, PATCH_PX, TUBELET, Video, picture_grid_of, processed
 from tests.preprocessing.planning import image, pictures, planned
 from tests.preprocessing.planning import video as movie
 from tests.preprocessing.preprocessing_media import clip, decoded_in_order

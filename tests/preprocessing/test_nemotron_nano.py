@@ -24,9 +24,9 @@ from gridsieve.common.contract.plan import Grid
 from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.planner import PlannedPrompt
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
-from tests import nemotron_nano
+from tests.families import nemotron_nano
+from tests.families.nemotron_nano import SIDE_PX
 from tests.media import picture
-from tests.nemotron_nano import SIDE_PX
 from tests.preprocessing.planning import image, planned, video
 from tests.preprocessing.preprocessing_media import clip, decoded_in_order
 

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.services.preprocessing.planner import PlannedPrompt, Planner
-from tests import media, minicpm
+from tests import media
+from tests.families import minicpm
 from tests.preprocessing.planning import pictures, planned, video
 from tests.preprocessing.preprocessing_media import clip, transformers_indices
 

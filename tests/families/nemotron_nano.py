@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, NemotronH_Omni_Reasoning_V3_Config
 
-from tests import nemotron
+from tests.families import nemotron
+from tests.families.family import FamilyUnderTest
 
 MODEL_TYPE = "NemotronH_Nano_VL_V2"
 SIDE_PX, MAX_TILES = 64, 6
@@ -97,3 +98,24 @@ def read(folder: Path) -> Any:
     of_frame = embeddings.patch_projection.weight
     embeddings.video_patch_projection.weight.data = torch.cat([of_frame, torch.zeros_like(of_frame)], dim=1)
     return model.eval()
+
+
+def _written(folder: Path, seed: int) -> Path:
+    write(folder, seed)
+    return folder
+
+
+FAMILIES: Mapping[str, FamilyUnderTest] = {
+    "nemotron_nano_vl": FamilyUnderTest(
+        _written,
+        nemotron.MODEL,
+        patch_px=nemotron.PATCH_PX,
+        merge=nemotron.MERGE,
+        slices_stand_alone=True,
+        text_prefix="language_model.backbone.",
+        lm_head="language_model.lm_head.weight",
+        linear=True,
+        side=SIDE_PX // nemotron.PATCH_PX // nemotron.MERGE,
+        model_type=MODEL_TYPE,
+    )
+}

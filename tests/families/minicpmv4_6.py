@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,8 @@ from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPM
 from transformers.models.minicpmv4_7.processing_minicpmv4_7 import MiniCPMV4_7Processor
 
 from demo.checkpoint import TINY, make_tokenizer, randomise
+from tests.families.family import FamilyUnderTest
+from tests.families.qwen import QWEN3_5
 from tests.recurrent import as_trained
 
 PATCH_PX, SCALE_PX, CELLS = 14, 112, 5
@@ -203,3 +206,23 @@ def kept_features(model: Any, picture: Tensor, kept: Sequence[int], side: int) -
         sides = torch.tensor([[side, side * len(kept)]])
         (found,) = model.model.get_image_features(packed([picture]), sides).pooler_output
     return found
+
+
+def write_tiny(folder: Path, seed: int, model_type: str = "minicpmv4_6", mode: str = "16x") -> Path:
+    """mode: downsample_mode of tower and processors."""
+    write(folder, seed, QWEN3_5["text"], model_type, mode)
+    return folder
+
+
+FAMILIES: Mapping[str, FamilyUnderTest] = {
+    name: FamilyUnderTest(
+        partial(write_tiny, model_type=name),
+        model,
+        patch_px=PATCH_PX,
+        merge=4,
+        slices_stand_alone=True,
+        linear=name == "minicpmv4_6",
+        rows_stand_alone=name == "minicpmv4_6",
+    )
+    for name, (_, model) in CLASSES.items()
+}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import Cosmos3EdgeConfig, Cosmos3EdgeForConditionalGeneration, GenerationConfig
 
 from demo.checkpoint import TINY, make_tokenizer, randomise
+from tests.families.family import FamilyUnderTest
 
 PATCH_PX, MERGE, HIDDEN, TABLE_SIDE = 16, 2, 64, 6
 TEXT: Mapping[str, Any] = {
@@ -155,3 +156,16 @@ class Vision(nn.Module):
             rows = layer(rows, cu_seqlens=ends)
         tokens: Tensor = self.projector(self.visual.post_layernorm(rows))
         return tokens
+
+
+FAMILIES: Mapping[str, FamilyUnderTest] = {
+    "cosmos3_edge": FamilyUnderTest(
+        write,
+        Cosmos3EdgeForConditionalGeneration,
+        patch_px=PATCH_PX,
+        merge=MERGE,
+        hidden=HIDDEN,
+        slices_stand_alone=True,
+        channels_last=True,
+    )
+}

@@ -35,6 +35,7 @@ from transformers.video_utils import VideoMetadata, group_videos_by_shape, reord
 
 from demo.checkpoint import TINY, make_tokenizer, randomise
 from gridsieve.common.contract.plan import Modality, PromptPlan
+from tests.families.family import FamilyUnderTest
 
 MODEL: Any = NemotronH_Omni_Reasoning_V3
 PATCH_PX, MERGE, TUBELET, HIDDEN = 16, 2, 2, 64
@@ -318,3 +319,23 @@ def _compiled(kind: str, name: str) -> Any:
 def _planes(pixels: NDArray[Any]) -> Tensor:
     """(…, H, W, 3) to (…, 3, H, W)."""
     return torch.from_numpy(pixels).movedim(-1, -3)
+
+
+def _written(folder: Path, seed: int) -> Path:
+    write(folder, seed)
+    return folder
+
+
+FAMILIES: Mapping[str, FamilyUnderTest] = {
+    "nemotron_h_omni": FamilyUnderTest(
+        _written,
+        MODEL,
+        patch_px=PATCH_PX,
+        merge=MERGE,
+        temporal_patch=TUBELET,
+        slices_stand_alone=True,
+        text_prefix="language_model.backbone.",
+        lm_head="language_model.lm_head.weight",
+        linear=True,
+    )
+}

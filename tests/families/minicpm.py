@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.models.idefics2.configuration_idefics2 import Idefics2VisionCo
 from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionEmbeddings, Idefics2VisionTransformer
 
 from demo.checkpoint import TINY, make_tokenizer, randomise
+from tests.families.family import FamilyUnderTest
 
 WIDTH, PATCH_PX, IMAGE_PX, SCALE_PX = 128, 14, 70, 56
 QUERIES: dict[str, int] = {"2.5": 6, "2.6": 4, "4.0": 4, "4.5": 4}
@@ -231,3 +233,26 @@ def write(folder: Path, seed: int, version: str = "2.6", changes: Mapping[str, A
         )
     )
     return model
+
+
+def _written(folder: Path, seed: int, version: str) -> Path:
+    write(folder, seed, version)
+    return folder
+
+
+FAMILIES: Mapping[str, FamilyUnderTest] = {
+    f"minicpmv_{version.replace('.', '_')}": FamilyUnderTest(
+        partial(_written, version=version),
+        TEXT_CLASSES[version][1],
+        patch_px=PATCH_PX,
+        merge=1,
+        hidden=WIDTH,
+        slices_stand_alone=True,
+        text_prefix="llm.model.",
+        lm_head="llm.lm_head.weight",
+        linear=True,
+        rows_stand_alone=True,
+        model_type="minicpmv",
+    )
+    for version in ("2.5", "2.6", "4.0", "4.5")
+}
