@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -80,7 +81,7 @@ class PreprocessingSettings(ServiceSettings):
     )
 
     decode_workers: int = Field(
-        default_factory=cores,
+        default_factory=lambda: ceil(cores()),
         ge=1,
         description="number of decoding processes, each with one media item at a time; default: one per core. Headers "
         "and indexes are read by half as many, at least 2, and prompts laid out by as many threads, at least 4",
