@@ -29,7 +29,7 @@ class Machine:
 
     def admits(self, width: int, height: int, fps: float) -> bool:
         measured = [cores for each in self.cameras if (cores := each.now()) is not None]
-        self.refusal = self.room.refusal(len(self.cameras), measured)
+        self.refusal = self.room.refusal(len(self.cameras), len(self.cameras), measured)
         if not self.refusal:
             number = len(self.needs)
             self.needs.append(0.005 + 7e-9 * width * height * fps)
@@ -64,7 +64,7 @@ def test_cameras_that_come_at_once_count_as_usual_ones_until_they_are_measured()
     while machine.admits(640, 360, 15):
         machine.run(0.01)
     assert len(machine.needs) == 30
-    assert machine.refusal.startswith("30 streams are watched, which use 1.50 cores, and no more may be while they use")
+    assert machine.refusal.startswith("30 cameras are watched, which use 1.50 cores, and no more may be while they use")
     machine.run(20)
     while machine.admits(640, 360, 15):  # which count as those before them
         machine.run(0.01)
@@ -93,10 +93,19 @@ def test_memory_and_requests_bound_the_streams(
 ) -> None:
     room = StreamRoom.of(64, int(memory_gib * GIB), max_requests)
     assert (room.most, room.why) == (most, f"--max-streams is unset: {why}")
-    assert room.refusal(most, []) == f"{most} streams are watched, and no more may be (--max-streams is unset: {why})"
+    assert (
+        room.refusal(most, most, [])
+        == f"{most} streams are watched, and no more may be (--max-streams is unset: {why})"
+    )
 
 
 def test_a_number_of_the_operator_counts_alone() -> None:
     room = StreamRoom(3)
-    assert not room.refusal(2, [16.0, 16.0])
-    assert room.refusal(3, []) == "3 streams are watched, and no more may be (--max-streams)"
+    assert not room.refusal(2, 2, [16.0, 16.0])
+    assert room.refusal(3, 3, []) == "3 streams are watched, and no more may be (--max-streams)"
+
+
+def test_what_clients_send_does_not_count_as_cameras() -> None:
+    room = StreamRoom.of(2, 512 * GIB, None)
+    assert not room.refusal(streams=30, cameras=2, measured=[0.5, 0.5])
+    assert room.refusal(streams=3, cameras=3, measured=[0.5, 0.5])

@@ -61,11 +61,11 @@ class EmbedsCache:
         encoded with; empty: none.
         """
         key = cache_key(plan, chosen, self.tower.dtype, self.tower.embed_levels, adapter)
-        self.waiters += 1
         if entry := self._entries.get(key):
             LOOKUPS.labels("hit").inc()
             add_request_stats(cached_media=1)
             self._readers[entry] += 1
+            self.waiters += 1
             return entry
         pending = self._pending.get(key)
         if pending is None or pending.failure is not None:
@@ -77,6 +77,7 @@ class EmbedsCache:
         else:
             LOOKUPS.labels("shared").inc()
         pending.waiters += 1
+        self.waiters += 1
         return pending
 
     async def bring(self, plan: MediaPlan, embeds: Tensor) -> CacheEntry:

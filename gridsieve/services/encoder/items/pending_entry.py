@@ -297,6 +297,8 @@ class PendingEntry:
         self._stored.add(index)
         if arrangement.of_item and len(self._stored) == self.plan.slices and buffer is not None:
             self._arranged = arrangement.of_item(buffer)
+            if self._buffer is None:  # closed meanwhile
+                self._arranged = None
 
     def _slice_done(self, index: int, encoded: asyncio.Future[ForwardTimes]) -> None:
         if encoded.cancelled():

@@ -78,9 +78,9 @@ class PatchShape:
                 return None
         elif height_px % self.token_px or width_px % self.token_px:
             return None
-        if self.tower.lead == self.tower.dropped:
-            return height_px // self.token_px, width_px // self.token_px
-        return 1, self.tokens((1, height_px, width_px))
+        rows, columns = height_px // self.token_px, width_px // self.token_px
+        tokens = self.tokens((1, height_px, width_px))
+        return (rows, columns) if rows * columns == tokens else (1, tokens)
 
 
 @dataclass(frozen=True, slots=True)

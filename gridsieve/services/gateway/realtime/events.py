@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
 
-from gridsieve.client.events import DROP_REASONS, STREAM_STATES, WALL_CLOCKS, known
+from gridsieve.client.events import DROP_REASONS, STREAM_STATES, WALL_CLOCKS
 from gridsieve.common.contract.errors import GridsieveError
 from gridsieve.common.contract.wire import int32_array
 from gridsieve.services.gateway.http.errors import body_of
@@ -35,6 +35,8 @@ _STATUSES = {
     generation_pb2.FINISH_REASON_LENGTH: ("incomplete", "max_output_tokens"),
     generation_pb2.FINISH_REASON_CANCELLED: ("cancelled", "client_cancelled"),
 }
+# Generation is upgraded before gateways, so it may say what this one does not know.
+_NEWER = "other"
 _KINDS = {b"\x89PNG": "png", b"RIFF": "webp"}
 """Of pictures, by their first bytes. The services make JPEG."""
 
@@ -246,8 +248,7 @@ def _session_usage(usage: LiveUsage) -> dict[str, int]:
 def _filmed(told: LiveFinished | LiveSlice) -> dict[str, Any]:
     """When its last frame was filmed, by whose clock, and the frame where the session asks for it."""
     filmed: dict[str, Any] = {}
-    if told.wall_clock:
-        clock = known(WALL_CLOCKS, told.wall_clock, "wall clock")
+    if clock := WALL_CLOCKS.get(told.wall_clock):
         filmed |= {"wall_time_s": told.wall_time_s, "wall_clock": clock.value}
     return filmed | ({"snapshot": told.snapshot} if told.snapshot else {})
 
@@ -267,15 +268,16 @@ def own_event(names: Names, response: LiveResponse) -> ServerEvent | None:
                 **_filmed(piece),
             )
         case "stream":
-            state = known(STREAM_STATES, response.stream.state, "stream state")
+            state = STREAM_STATES.get(response.stream.state)
             reason = response.stream.reason.removeprefix("open.source ")
-            return names.event("gridsieve.stream", state=state.value, reason=reason)
+            return names.event("gridsieve.stream", state=state.value if state else _NEWER, reason=reason)
         case "evicted":
             evicted = response.evicted
             return names.event("gridsieve.evicted", segments=evicted.segments, tokens=evicted.tokens)
         case "dropped":
-            drop_reason = known(DROP_REASONS, response.dropped.reason, "drop reason")
-            return names.event("gridsieve.dropped", frames=response.dropped.frames, reason=drop_reason.value)
+            why = DROP_REASONS.get(response.dropped.reason)
+            frames = response.dropped.frames
+            return names.event("gridsieve.dropped", frames=frames, reason=why.value if why else _NEWER)
         case "restarted":
             return names.event("gridsieve.restarted", segments=response.restarted.segments)
     return None

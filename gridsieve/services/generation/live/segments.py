@@ -122,5 +122,9 @@ class Segments:
             holding=session.borrowed(),
         )
         request.embeds = [segment.embeds] * len(keys)
-        self._engine.submit(request)
+        try:
+            self._engine.submit(request)
+        except BaseException:
+            session.end(0, ())
+            raise
         return request, events

@@ -48,7 +48,7 @@ class Watching:
         if not opened.url:
             data = _data(requests)
             events = self.streams.events("data", opened.fps, lambda: anext(data, b""))
-            with self.streams.place("data"):
+            with self.streams.place("data", camera=False):
                 async with aclosing(events):
                     async for event in events:
                         if isinstance(event, Read):
@@ -57,7 +57,7 @@ class Watching:
                         for response in _frame_responses(event, 0):
                             yield response
             return
-        with within("open"), self.streams.place("url"):
+        with within("open"), self.streams.place("url", camera=True):
             async with self.fetcher.stream("url", opened.url, 1 / opened.fps) as source:
                 if isinstance(source, Camera):
                     events = self.streams.events("url", opened.fps, source)

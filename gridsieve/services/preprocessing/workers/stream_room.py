@@ -10,6 +10,7 @@ waits where cores lack, and a camera does not: the time of cameras alone is meas
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from statistics import mean
@@ -36,9 +37,10 @@ class CoresUsed:
         """As measured over the last _MEASURED_S or more; None: it has not run for as long."""
         passed_s = self._clock_s() - self._since[0]
         if passed_s >= _MEASURED_S:
-            used_s = self._processor_s()
-            self._cores = (used_s - self._since[1]) / passed_s
-            self._since = (self._since[0] + passed_s, used_s)
+            with suppress(OSError):  # without a free descriptor it is as measured before
+                used_s = self._processor_s()
+                self._cores = (used_s - self._since[1]) / passed_s
+                self._since = (self._since[0] + passed_s, used_s)
         return self._cores
 
 
@@ -60,14 +62,17 @@ class StreamRoom:
         most, why = min(limits)
         return cls(max(1, most), f"--max-streams is unset: {why}", cores * _CORES_SHARE)
 
-    def refusal(self, streams: int, measured: Sequence[float]) -> str:
-        """Why no further stream may be watched; empty: it may. measured: cores that some of the `streams` use."""
+    def refusal(self, streams: int, cameras: int, measured: Sequence[float]) -> str:
+        """Why no further stream may be watched; empty: it may.
+
+        cameras: how many of the streams are cameras. measured: the cores that some of the cameras use.
+        """
         if streams >= self.most:
             return f"{self.most} streams are watched, and no more may be ({self.why})"
-        used = sum(measured) + (streams - len(measured)) * (mean(measured) if measured else _FIRST_CORES)
+        used = sum(measured) + (cameras - len(measured)) * (mean(measured) if measured else _FIRST_CORES)
         if self.cores is None or used < self.cores:
             return ""
         return (
-            f"{streams} streams are watched, which use {used:.2f} cores, and no more may be while they use "
+            f"{cameras} cameras are watched, which use {used:.2f} cores, and no more may be while they use "
             f"{self.cores:g} or more (--max-streams is unset: three quarters of the cores)"
         )

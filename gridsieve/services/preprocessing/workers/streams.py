@@ -64,20 +64,25 @@ class StreamWorkers:
     def __init__(self, room: StreamRoom, limits: Limits, on_fault: Callable[[Fault], None]) -> None:
         """on_fault: called when a stream ends with a fault of its worker."""
         self._room, self._limits, self._on_fault = room, limits, on_fault
-        self._running = 0
+        self._running = self._running_cameras = 0
         self._cameras: dict[WorkerProcess, CoresUsed] = {}
 
     @contextmanager
-    def place(self, name: str) -> Iterator[None]:
-        """Holds the place of a stream, for its `events`. Raises Overloaded where there is no room for one more."""
+    def place(self, name: str, *, camera: bool) -> Iterator[None]:
+        """Holds the place of a stream, for its `events`. Raises Overloaded where there is no room for one more.
+
+        camera: whether it does not wait where cores lack, as what a client sends does.
+        """
         measured = [cores for each in self._cameras.values() if (cores := each.now()) is not None]
-        if refusal := self._room.refusal(self._running, measured):
+        if refusal := self._room.refusal(self._running, self._running_cameras, measured):
             raise Overloaded(refusal, field=name)
         self._running += 1
+        self._running_cameras += camera
         try:
             yield
         finally:
             self._running -= 1
+            self._running_cameras -= camera
 
     async def events(
         self,
