@@ -33,19 +33,19 @@ COMMANDS = {
     "ask": ("gridsieve.cli.ask", "Ask a question about videos and images; the completion is streamed to stdout."),
     "chat": (
         "gridsieve.cli.chat",
-        "Talk about videos and images: each question sees the ones before it and their answers.",
+        "Talk about videos and images: the model sees the earlier questions and answers, too.",
     ),
     "live": (
         "gridsieve.cli.live",
-        "Ask about a video while it plays: again and again, and whatever else comes to mind.",
+        "Ask about a video while it plays, again and again.",
     ),
     "watch": (
         "gridsieve.cli.watch",
-        "Watch the cameras of a file: ask about each every so often, or when something changed, until Ctrl-C.",
+        "Watch the cameras of a file: ask about each at intervals, or when something changed, until Ctrl-C.",
     ),
     "inspect": (
         "gridsieve.cli.inspection",
-        "Draw which patches of a video pruning keeps: all frames, pruned patches dimmed; a sheet a method.",
+        "Draw which patches of a video pruning keeps: all frames, with pruned patches dimmed; one sheet per method.",
     ),
     "bench": ("gridsieve.bench.command", "Measure a server under load: latencies, throughput, and what pruning saves."),
 }
