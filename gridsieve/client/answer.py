@@ -194,7 +194,10 @@ Event: TypeAlias = Accepted | Progress | Delta | Finished
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One completion. logprobs, top_logprobs, token_texts, token_bytes and tool_calls are those of its deltas."""
+    """One of a request's n answers.
+
+    logprobs, top_logprobs, token_texts, token_bytes and tool_calls are those of its deltas.
+    """
 
     index: int
     text: str
@@ -209,11 +212,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The complete result of a request: its n completions, usage and timings.
+    """The complete result of a request: its n answers, usage and timings.
 
-    text, token_ids, logprobs, top_logprobs, tool_calls, reason: those of the first completion.
-    usage: completion_tokens is the sum over all completions.
-    timings: generate_s ends with the last completion.
+    choices: the answers, as OpenAI calls them. text, token_ids, logprobs, top_logprobs, tool_calls, reason: those of
+    the first one.
+    usage: completion_tokens is the sum over all answers.
+    timings: generate_s ends with the last answer.
     """
 
     request_id: str

@@ -16,7 +16,7 @@ from gridsieve.common.handover import Receiver
 from gridsieve.services.generation.request.encoded_media import MediaItem
 from gridsieve.services.generation.stage_clock import StageClock
 from gridsieve.services.generation.upstream.arriving_item import ModelInput, Progress
-from gridsieve.services.generation.upstream.media import MediaClient, MediaSession
+from gridsieve.services.generation.upstream.media import MediaCall, MediaClient
 from gridsieve.v1 import prompt_pb2
 from gridsieve.v1.encoder_pb2 import EncodeResponse
 from tests.generation.generation_peers import (
@@ -81,7 +81,7 @@ async def client_of(
         yield MediaClient(channel, by_media, model, room, receiver=Receiver), room
 
 
-async def receive_all(session: MediaSession) -> list[Progress | MediaItem]:
+async def receive_all(session: MediaCall) -> list[Progress | MediaItem]:
     return [event async for event in session.receive(range(len(session.plan.media)))]
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
 from gridsieve.common.contract.retention import ItemPruning, chosen_before_tower
 from gridsieve.services.preprocessing.pruning.change import block_means, change
-from gridsieve.services.preprocessing.pruning.choice import Choice
+from gridsieve.services.preprocessing.pruning.choice import TokenChoice
 from gridsieve.services.preprocessing.video.resize import FrameArray
 from gridsieve.services.preprocessing.video.slices import Slice
 from tests.choice import chosen_tokens
@@ -61,7 +61,7 @@ def chosen_of(frames: FrameArray, grid: Grid, pruning: ItemPruning, held: int, r
         Slice(first, frames[first : first + FRAMES], 0 if first else repaired, 0.0, 0.0, 0, 0)
         for first in range(0, len(frames), FRAMES)
     ]
-    choice = Choice(plan, pruning)
+    choice = TokenChoice(plan, pruning)
     ready = [choice.take(whole, holds=number <= held) for number, whole in enumerate(wholes)]
     numbers = choice.choose()
     again = [replace(wholes[number], first_frame=FRAMES * place) for place, number in enumerate(numbers)]

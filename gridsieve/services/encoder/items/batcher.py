@@ -52,7 +52,7 @@ class ForwardTimes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Slice:
+class _QueuedSlice:
     """frames: of one slice. target: on the device that the embeddings are for. store: receives them, (1 + levels,
     tokens, D). adapter: digest of the one that it is encoded with; empty: none."""
 
@@ -69,7 +69,7 @@ class _Slice:
 class _Launched:
     """A forward that the device may still compute."""
 
-    batch: Sequence[_Slice]
+    batch: Sequence[_QueuedSlice]
     computed: Computed
     begun_ns: int
 
@@ -86,9 +86,9 @@ class Batcher:
         """packing: of a forward. on_end: called in the thread if an error ends it."""
         self.packing = packing
         self._encode = encode
-        self._queue: deque[_Slice] = deque()
+        self._queue: deque[_QueuedSlice] = deque()
         self._changed = threading.Condition()  # guards the queue and the three fields below
-        self._running: set[_Slice] = set()
+        self._running: set[_QueuedSlice] = set()
         self._ended: Unavailable | None = None
         self._closing = False
         self._launched: _Launched | None = None  # of the tower's thread
@@ -136,15 +136,15 @@ class Batcher:
         Cancelling the future before its forward starts removes the slice from the queue.
         Raises Unavailable once it is not `alive`.
         """
-        piece = _Slice(frames, target, store or target.copy_, self.packing.size_of(frames), adapter)
+        added = _QueuedSlice(frames, target, store or target.copy_, self.packing.size_of(frames), adapter)
         # A method, not a closure over the slice: the cycle would keep its target alive until the collector runs.
-        piece.encoded.add_done_callback(self._withdraw)
+        added.encoded.add_done_callback(self._withdraw)
         with self._changed:
             if self._closing:
                 raise self._ended or _tower_ended()
-            self._queue.append(piece)
+            self._queue.append(added)
             self._changed.notify()
-        return piece.encoded
+        return added.encoded
 
     @contextmanager
     def ending_on_device_errors(self) -> Iterator[None]:
@@ -166,8 +166,8 @@ class Batcher:
             self._closing = True
             self._changed.notify()
             queued = list(self._queue)
-        for piece in queued:
-            piece.encoded.cancel()
+        for each in queued:
+            each.encoded.cancel()
         self._thread.join()
 
     def abort(self, error: Unavailable) -> None:
@@ -177,17 +177,17 @@ class Batcher:
             self._changed.notify()
             queued, self._queue = self._queue, deque()
             running = list(self._running)
-        for piece in queued:
-            if piece.encoded.set_running_or_notify_cancel():
-                piece.encoded.set_exception(error)
+        for each in queued:
+            if each.encoded.set_running_or_notify_cancel():
+                each.encoded.set_exception(error)
         self._fail(running, error)
 
     def _withdraw(self, encoded: Future[ForwardTimes]) -> None:
         if not encoded.cancelled():
             return
         with self._changed:
-            for piece in [each for each in self._queue if each.encoded is encoded]:
-                self._queue.remove(piece)
+            for withdrawn in [each for each in self._queue if each.encoded is encoded]:
+                self._queue.remove(withdrawn)
 
     def _run(self) -> None:
         try:
@@ -205,12 +205,12 @@ class Batcher:
         if batch and not self._launch(batch):
             log.warning("out of memory in a forward, its slices are run one by one", slices=len(batch))
             self._finish()
-            for piece in batch:
-                self._launch([piece])
+            for each in batch:
+                self._launch([each])
                 self._finish()
         return bool(batch)
 
-    def _launch(self, batch: Sequence[_Slice]) -> bool:
+    def _launch(self, batch: Sequence[_QueuedSlice]) -> bool:
         """Launches a forward, and finishes the one before it. False, with nothing launched, if several slices lack
         memory together."""
         begun_ns = monotonic_ns()
@@ -242,33 +242,33 @@ class Batcher:
             with busy("encode"):
                 launched.computed.wait()
             times = ForwardTimes(launched.begun_ns, monotonic_ns())
-            for piece in self._take_running(launched.batch):
-                piece.encoded.set_result(times)
+            for each in self._take_running(launched.batch):
+                each.encoded.set_result(times)
         self._forward_began_ns = None
 
-    def _fail(self, batch: Sequence[_Slice], error: Exception) -> None:
-        for piece in self._take_running(batch):
-            piece.encoded.set_exception(error)
+    def _fail(self, batch: Sequence[_QueuedSlice], error: Exception) -> None:
+        for each in self._take_running(batch):
+            each.encoded.set_exception(error)
 
-    def _take_running(self, batch: Sequence[_Slice]) -> list[_Slice]:
+    def _take_running(self, batch: Sequence[_QueuedSlice]) -> list[_QueuedSlice]:
         """The slices of the batch that are not completed yet; the caller completes them (`abort` runs concurrently)."""
         with self._changed:
-            taken = [piece for piece in batch if piece in self._running]
+            taken = [each for each in batch if each in self._running]
             self._running.difference_update(taken)
         return taken
 
-    def _forward(self, batch: Sequence[_Slice]) -> Computed:
+    def _forward(self, batch: Sequence[_QueuedSlice]) -> Computed:
         BATCH_SLICES.observe(len(batch))
-        BATCH_TOKENS.observe(sum(piece.size.tokens for piece in batch))
+        BATCH_TOKENS.observe(sum(each.size.tokens for each in batch))
         target = batch[0].target
         with torch.cuda.device_of(target):  # the current device of a new thread is cuda:0
-            embeds = self._encode([piece.frames for piece in batch], batch[0].adapter)
+            embeds = self._encode([each.frames for each in batch], batch[0].adapter)
             with torch.inference_mode():
-                for piece, rows in zip(batch, embeds, strict=True):
-                    piece.store(rows)
+                for each, rows in zip(batch, embeds, strict=True):
+                    each.store(rows)
             return Computed(target.device)
 
-    def _next_batch(self) -> list[_Slice]:
+    def _next_batch(self) -> list[_QueuedSlice]:
         """Waits for slices and marks as many as fit as running; empty once closed.
 
         Finishes the launched forward first, unless the next one is full.
@@ -280,29 +280,29 @@ class Batcher:
                     if self._closing:
                         return []
                     taken = self._take_fitting()
-                    running = [piece for piece in taken if piece.encoded.set_running_or_notify_cancel()]
+                    running = [each for each in taken if each.encoded.set_running_or_notify_cancel()]
                     if running:
                         self._running.update(running)
                         return running
             self._finish()
 
-    def _take_fitting(self) -> list[_Slice]:
+    def _take_fitting(self) -> list[_QueuedSlice]:
         """Takes the slices of the next forward from the queue."""
-        count = fitting((piece.size for piece in self._next_slices()), self.packing.largest)
+        count = fitting((each.size for each in self._next_slices()), self.packing.largest)
         taken = list(islice(self._next_slices(), count))
-        for piece in taken:
-            self._queue.remove(piece)
+        for each in taken:
+            self._queue.remove(each)
         return taken
 
-    def _next_slices(self) -> Iterator[_Slice]:
+    def _next_slices(self) -> Iterator[_QueuedSlice]:
         """The slices of a queue, in order, that have the adapter of the first."""
-        return (piece for piece in self._queue if piece.adapter == self._queue[0].adapter)
+        return (each for each in self._queue if each.adapter == self._queue[0].adapter)
 
     @property
     def _full(self) -> bool:
         """Whether one more slice like the last would not fit into the next forward."""
         load = last = NOTHING
-        for last in (piece.size for piece in self._next_slices()):
+        for last in (each.size for each in self._next_slices()):
             load += last
             if excess(load, self.packing.largest):  # of a long queue no more is read
                 return True

@@ -71,18 +71,18 @@ class DecodedSlices:
         self._chosen = chosen
         self._adapter = adapter
 
-    def add(self, piece: FrameSlice) -> slice:
+    def append(self, arrived: FrameSlice) -> slice:
         """Adds the next slice and returns its rows. Raises PeerContract for more or fewer tokens than are chosen."""
-        assert piece.index == len(self.rows)
-        start = self.rows_before(piece.index)
-        kept = self._kept_in(piece)
-        end = self._arrangement.tokens_before(piece.index + 1) if kept is None else start + kept.size
+        assert arrived.index == len(self.rows)
+        start = self.rows_before(arrived.index)
+        kept = self._kept_in(arrived)
+        end = self._arrangement.tokens_before(arrived.index + 1) if kept is None else start + kept.size
         if kept is not None:
-            self._check(end, last=piece.index + 1 == self._plan.slices)
+            self._check(end, last=arrived.index + 1 == self._plan.slices)
             self._kept.append(kept)
         self.rows.append(slice(start, end))
-        self.keys.append(self._key_of(piece))
-        self.reference = piece.reference
+        self.keys.append(self._key_of(arrived))
+        self.reference = arrived.reference
         return self.rows[-1]
 
     def rows_before(self, index: int) -> int:
@@ -101,11 +101,13 @@ class DecodedSlices:
         first = index * self._plan.slice_frames
         return self._arrangement.times[first : first + self._plan.slice_frames]
 
-    def _kept_in(self, piece: FrameSlice) -> Int32Array | None:
+    def _kept_in(self, arrived: FrameSlice) -> Int32Array | None:
         """The tokens of the grid that a slice keeps, int32 [k]; None: all of its own."""
-        if self._chosen and piece.repeats is not None:
-            return self._kept[piece.repeats] + np.int32((piece.index - piece.repeats) * self._plan.grid.slice_tokens)
-        return None if piece.kept is None else piece.kept + np.int32(piece.index * self._plan.grid.slice_tokens)
+        if self._chosen and arrived.repeats is not None:
+            return self._kept[arrived.repeats] + np.int32(
+                (arrived.index - arrived.repeats) * self._plan.grid.slice_tokens
+            )
+        return None if arrived.kept is None else arrived.kept + np.int32(arrived.index * self._plan.grid.slice_tokens)
 
     def _check(self, tokens: int, last: bool) -> None:
         """tokens: how many are chosen so far; after the last slice they are as many as are encoded."""
@@ -118,13 +120,13 @@ class DecodedSlices:
         if last:
             self.tokens = tokens
 
-    def _key_of(self, piece: FrameSlice) -> SliceKey | None:
+    def _key_of(self, arrived: FrameSlice) -> SliceKey | None:
         """The key of a slice; None for an image's, whose tiles may be arranged, and where the digest is not known."""
-        if piece.repeats is not None:
-            return self.keys[piece.repeats]
-        if not piece.digest or self._plan.modality is Modality.IMAGE:
+        if arrived.repeats is not None:
+            return self.keys[arrived.repeats]
+        if not arrived.digest or self._plan.modality is Modality.IMAGE:
             return None
-        return piece.digest, self._plan.grid.h, self._plan.grid.w, self.times_of(piece.index), self._adapter
+        return arrived.digest, self._plan.grid.h, self._plan.grid.w, self.times_of(arrived.index), self._adapter
 
 
 def num_encoded(plan: MediaPlan, chosen: ItemPruning | None) -> int:

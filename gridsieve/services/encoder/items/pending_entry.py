@@ -196,7 +196,7 @@ class PendingEntry:
             self._release_reservation()
             raise
 
-    async def add_slice(self, piece: FrameSlice) -> None:
+    async def add_slice(self, arrived: FrameSlice) -> None:
         """Queues the next slice for the tower; waits while enough slices of this entry are queued. Copies it instead,
         if it is an equal one.
 
@@ -204,30 +204,30 @@ class PendingEntry:
         Raises Unavailable, and fails the entry, once the tower accepts no more slices; PeerContract for slices of more
         or fewer tokens than are chosen.
         """
-        if piece.index < self.decoded_slices:
+        if arrived.index < self.decoded_slices:
             return
-        rows = self.slices.add(piece)
-        self._repaired_frames += piece.repaired_frames
+        rows = self.slices.append(arrived)
+        self._repaired_frames += arrived.repaired_frames
         # Several workers decode a long video, so that its last slice need not be the last one done.
-        self._times.decoded_ns = max(self._times.decoded_ns or 0, piece.decoded_ns)
-        self._times.resized_ns = max(self._times.resized_ns or 0, piece.resized_ns)
+        self._times.decoded_ns = max(self._times.decoded_ns or 0, arrived.decoded_ns)
+        self._times.resized_ns = max(self._times.resized_ns or 0, arrived.resized_ns)
         self.queued_ns = self.queued_ns or monotonic_ns()
         if rows.start == rows.stop:
-            self._count_encoded(piece.index)
+            self._count_encoded(arrived.index)
             return
         self.notify()
         if self._buffer is None or self.failure is not None:  # closed or failed while it was sent
             return
-        key, target = self.slices.keys[piece.index], self._buffer[:, rows]
-        if piece.repeats is not None:
+        key, target = self.slices.keys[arrived.index], self._buffer[:, rows]
+        if arrived.repeats is not None:
             REUSED_SLICES.labels("repeated").inc()
-            source = self._buffer[:, self.slices.rows[piece.repeats]]
-            self._await_slice(piece.index, self._copied(source, target, self._encoded[piece.repeats]))
+            source = self._buffer[:, self.slices.rows[arrived.repeats]]
+            self._await_slice(arrived.index, self._copied(source, target, self._encoded[arrived.repeats]))
         elif key and (cached := self._find(key)) is not None:
             REUSED_SLICES.labels("cached").inc()
-            self._await_slice(piece.index, self._copied(cached, target))
+            self._await_slice(arrived.index, self._copied(cached, target))
         else:
-            await self._queue(piece, target)
+            await self._queue(arrived, target)
 
     async def _copied(
         self, source: Tensor, target: Tensor, made: asyncio.Future[ForwardTimes] | None = None
@@ -241,17 +241,17 @@ class PendingEntry:
             await asyncio.to_thread(copy_embeds, source, target)
         return ForwardTimes(begun_ns, monotonic_ns())
 
-    async def _queue(self, piece: FrameSlice, target: Tensor) -> None:
+    async def _queue(self, arrived: FrameSlice, target: Tensor) -> None:
         await self._ahead.acquire()
         if self._buffer is None or self.failure is not None:  # closed or failed while it waited
             self._ahead.release()
             return
-        assert piece.frames is not None
+        assert arrived.frames is not None
         dtype = self._tower.patches.frame_dtype
-        pixels = torch.frombuffer(piece.frames.data, dtype=dtype).view(piece.frames.shape)
-        frames = self._frames(piece, pixels)
+        pixels = torch.frombuffer(arrived.frames.data, dtype=dtype).view(arrived.frames.shape)
+        frames = self._frames(arrived, pixels)
         try:
-            store = partial(self._store, piece.index, target)
+            store = partial(self._store, arrived.index, target)
             submitted = self._batcher.submit(frames, target, store, self._adapter)
         except Unavailable as error:
             self._ahead.release()
@@ -259,20 +259,20 @@ class PendingEntry:
             raise
         encoded = asyncio.wrap_future(submitted)
         encoded.add_done_callback(lambda _: self._ahead.release())
-        self._await_slice(piece.index, encoded)
+        self._await_slice(arrived.index, encoded)
 
     def _await_slice(self, index: int, times: Awaitable[ForwardTimes]) -> None:
         encoded = asyncio.ensure_future(times)
         encoded.add_done_callback(partial(self._slice_done, index))
         self._encoded[index] = encoded
 
-    def _frames(self, piece: FrameSlice, pixels: Tensor) -> Frames:
+    def _frames(self, arrived: FrameSlice, pixels: Tensor) -> Frames:
         """What the tower is given of a slice. pixels: (F, H, W, 3); the last ones of a video are made whole."""
         if self.plan.modality is Modality.VIDEO:
             pixels = whole(pixels, self._tower.patches)
-        if piece.kept is not None:
-            return KeptFrames(pixels, (self.plan.grid.h, self.plan.grid.w), tuple(piece.kept.tolist()))
-        times = self.slices.times_of(piece.index)
+        if arrived.kept is not None:
+            return KeptFrames(pixels, (self.plan.grid.h, self.plan.grid.w), tuple(arrived.kept.tolist()))
+        times = self.slices.times_of(arrived.index)
         return TimedFrames(pixels, times) if times else pixels
 
     def _release_reservation(self) -> None:

@@ -33,7 +33,7 @@ from gridsieve.services.generation.request.live_cuts import SliceSegment
 from gridsieve.services.generation.request.session import Segment, Session
 from gridsieve.services.generation.served_model import ServedModel
 from gridsieve.services.generation.stage_clock import Stage, StageClock
-from gridsieve.services.generation.upstream.media import MediaClient, MediaSession
+from gridsieve.services.generation.upstream.media import MediaCall, MediaClient
 
 
 class _Resized(SessionFull):
@@ -173,7 +173,7 @@ class SessionWriter:
 
     def _open(
         self, announcing: prompts.Announcing, pruning: ItemPruning, **chosen: Any
-    ) -> AbstractAsyncContextManager[MediaSession]:
+    ) -> AbstractAsyncContextManager[MediaCall]:
         """Slices meet the replica that has the ones before them in its caches."""
         prompt, pictures = announcing
         told: dict[str, Any] = {"files": pictures, "replica": self._session.id, **self._options(), **chosen}

@@ -37,7 +37,7 @@ from gridsieve.services.generation.rpc.metrics import count_prompt
 from gridsieve.services.generation.sampling.tool_calls import ToolUse
 from gridsieve.services.generation.served_model import ServedModel
 from gridsieve.services.generation.stage_clock import Stage, StageClock, record_stages
-from gridsieve.services.generation.upstream.media import MediaClient, MediaSession
+from gridsieve.services.generation.upstream.media import MediaCall, MediaClient
 from gridsieve.v1 import generation_pb2, generation_pb2_grpc, prompt_pb2
 from gridsieve.v1.generation_pb2 import GenerateRequest, GenerateResponse, LiveRequest, LiveResponse
 
@@ -164,7 +164,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             raise InvalidRequest(field="prompt.tools", limit=f"empty: {why}")
 
     async def _receive_media(
-        self, session: MediaSession, question: Request, usage: generation_pb2.Usage, events: Events
+        self, session: MediaCall, question: Request, usage: generation_pb2.Usage, events: Events
     ) -> None:
         """Delivers the media that the cache lacks to the engine, part by part. Errors become events."""
         try:

@@ -88,7 +88,7 @@ class MediaClient:
         reference: bytes = b"",
         replica: str | None = None,
         files: Sequence[bytes | bytearray] = (),
-    ) -> AsyncIterator[MediaSession]:
+    ) -> AsyncIterator[MediaCall]:
         """A session that has received its plan. Leaving it cancels the upstream call and releases its bytes.
 
         pruning: a message of its own: a field of the request would keep all of it alive. adapter: with which the
@@ -129,7 +129,7 @@ class MediaClient:
                 clock.finish(Stage.FETCH, upstream.fetched_ns)
             clock.finish(Stage.PLAN if prunings else Stage.TRANSFER)
             async with AsyncExitStack() as held:
-                yield MediaSession(plan, prunings, adapter, upstream, clock, self._model, self._media_buffer, held)
+                yield MediaCall(plan, prunings, adapter, upstream, clock, self._model, self._media_buffer, held)
 
     async def plan(
         self, prompt: prompt_pb2.Prompt, timeout: float | None = None, metadata: Metadata = ()
@@ -162,7 +162,7 @@ class MediaClient:
         return RetriedCall(self._preprocessing.Preprocess, requests, self._preprocessing_retries, timeout, metadata)
 
 
-class MediaSession:
+class MediaCall:
     """Plan and media of one request.
 
     prunings, num_kept, bounded, media_keys: one for each item of the plan. bounded: whether num_kept is a bound. The

@@ -41,9 +41,9 @@ from gridsieve.services.preprocessing.video.slices import Slice
 _NONE: Int32Array = np.empty(0, np.int32)
 
 
-def choice_of(pruning: ItemPruning, plan: MediaPlan, shares: bool = False) -> Choice | None:
+def choice_of(pruning: ItemPruning, plan: MediaPlan, shares: bool = False) -> TokenChoice | None:
     """How the tokens of an item are chosen; None: its frames are sent whole, because none of its tokens are dropped.
-    shares: as `Choice` has it.
+    shares: as `TokenChoice` has it.
 
     Raises InvalidRequest where tokens would be dropped of an image, after the tower, or of an item whose tokens are not
     squares of its frames.
@@ -59,10 +59,10 @@ def choice_of(pruning: ItemPruning, plan: MediaPlan, shares: bool = False) -> Ch
     if not plan.frames.count or plan.frames.group_frames or (side * plan.grid.h, side * plan.grid.w) != (height, width):
         text = f"is for tokens that are squares of frames, got the grid {plan.grid} and {height}×{width} pixels"
         raise InvalidRequest(text, field="pruning.method", value=pruning.method)
-    return Choice(plan, pruning, shares) if chosen_before_tower(plan.grid, pruning, plan.modality) else None
+    return TokenChoice(plan, pruning, shares) if chosen_before_tower(plan.grid, pruning, plan.modality) else None
 
 
-class Choice:
+class TokenChoice:
     """Chooses the tokens of one video, whose slices come in order.
 
     shares: makes the pixels in memory that can be handed over.

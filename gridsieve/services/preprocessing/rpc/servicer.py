@@ -29,7 +29,7 @@ from gridsieve.common.telemetry.tracing import span
 from gridsieve.services.preprocessing.conversation import Conversation
 from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
 from gridsieve.services.preprocessing.planner import PlannedPrompt, Planner, Readers
-from gridsieve.services.preprocessing.pruning.choice import Choice, choice_of
+from gridsieve.services.preprocessing.pruning.choice import TokenChoice, choice_of
 from gridsieve.services.preprocessing.rpc.decode_stats import DecodeStats
 from gridsieve.services.preprocessing.rpc.messages import conversation_of, frames_responses, plan_responses
 from gridsieve.services.preprocessing.rpc.metrics import count_frames
@@ -157,7 +157,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         self,
         media_index: int,
         media: PlannedMedia,
-        choice: Choice | None,
+        choice: TokenChoice | None,
         repeats: Repeats | None,
         sender: Sender | None,
         queue: ResponseQueue[PreprocessResponse],
@@ -174,7 +174,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     for response in frames_responses(media_index, each, shared):
                         await queue.put(response)
 
-    async def _chosen(self, media: PlannedVideo, choice: Choice, stats: DecodeStats) -> AsyncGenerator[Slice]:
+    async def _chosen(self, media: PlannedVideo, choice: TokenChoice, stats: DecodeStats) -> AsyncGenerator[Slice]:
         """The tokens that are kept of each slice."""
         skipped = choice.skip()
         for each in skipped:

@@ -103,7 +103,7 @@ class Share:
 
 
 @dataclass(slots=True, eq=False)
-class _Run(Generic[T]):
+class _RunningJob(Generic[T]):
     """A job that a worker runs.
 
     gives_way: it gives its worker to another job that waits for one.
@@ -173,7 +173,7 @@ class JobQueue:
             raise _stopping()
         work_s = self._limits.work_s(job.frames)
         share = self.inflight.share(job.piece_bytes if piece_bytes is None else piece_bytes)
-        run = _Run(job, gives_way, share, work_s, round(work_s / PROGRESS_S) + job.pieces)
+        run = _RunningJob(job, gives_way, share, work_s, round(work_s / PROGRESS_S) + job.pieces)
         task = self._making.start(self._make(run))
         # A callback rather than `finally` in the task: a task that is cancelled before its first step runs no code.
         task.add_done_callback(lambda made: run.made.put_nowait(_stopping()) if made.cancelled() else None)
@@ -184,7 +184,7 @@ class JobQueue:
             task.cancel()
             run.share.close()
 
-    async def _make(self, run: _Run[T]) -> None:
+    async def _make(self, run: _RunningJob[T]) -> None:
         """Makes the run's pieces on one worker, or on several in turn if other jobs wait while its reader is slow.
 
         Where the machine is out of descriptors or memory, the run ends as Overloaded and the worker is kept.
@@ -200,7 +200,7 @@ class JobQueue:
         except Exception as error:
             run.made.put_nowait(error)
 
-    async def _make_some(self, run: _Run[T], worker: WorkerProcess) -> None:
+    async def _make_some(self, run: _RunningJob[T], worker: WorkerProcess) -> None:
         """Makes pieces from `run.done` on, until all are made or the worker is given to a waiting job.
 
         Room for the first piece is already acquired.
@@ -223,7 +223,7 @@ class JobQueue:
             else:
                 await self.inflight.wait_for_change()
 
-    async def _receive_piece(self, run: _Run[T], worker: WorkerProcess) -> T:
+    async def _receive_piece(self, run: _RunningJob[T], worker: WorkerProcess) -> T:
         message = await self._receive(run, worker)
         while message.kind is Kind.PROGRESS:
             message.close()
@@ -243,7 +243,7 @@ class JobQueue:
         data = np.empty(0, np.uint8) if memory is None else memory.mapped(run.job.piece_bytes)
         return run.job.piece(run.done, message.facts, data, memory)
 
-    async def _receive(self, run: _Run[T], worker: WorkerProcess) -> Message:
+    async def _receive(self, run: _RunningJob[T], worker: WorkerProcess) -> Message:
         clock = asyncio.get_running_loop().time
         start, limits = clock(), self._limits
         try:
@@ -283,7 +283,7 @@ def _send_job(worker: WorkerProcess, job: Job[T], done: int) -> None:
         os.close(numbers)
 
 
-async def _read(run: _Run[T]) -> AsyncGenerator[T, None]:
+async def _read(run: _RunningJob[T]) -> AsyncGenerator[T, None]:
     while (made := await run.made.get()) is not None:
         if isinstance(made, BaseException):
             raise made
