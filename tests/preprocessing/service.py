@@ -57,6 +57,10 @@ class Queues:
         """Reading jobs, decoding jobs, and bytes in flight."""
         return self.reading.jobs, self.decoding.jobs, self.decoding.inflight.held_bytes
 
+    @property
+    def idle(self) -> bool:
+        return all(each.workers._idle.qsize() == each.workers.size for each in (self.reading, self.decoding))
+
 
 @asynccontextmanager
 async def running_queues() -> AsyncIterator[Queues]:

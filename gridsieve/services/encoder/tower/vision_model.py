@@ -121,7 +121,8 @@ class TowerModel(nn.Module):
     """A tower's model that calls transformers' layers itself. A family makes a subclass of it.
 
     Its modules have the names of the weights. Its forward makes tokens (T, D), or features (T, features), of patches
-    (P, values), their layout and the attention.
+    (P, values), their layout and the attention. The patches of a token follow each other, row by row. A layer is given
+    `attend`, `cu_seq_lens_q=layout.ends` and `max_length_q=layout.longest`, which its attention must pass on.
     vision: the config of its layers. parts: prefixes of the weights of its modules. layers_at: the name of the list of
     its layers with attention, all of one class. patch_embed: of patches, from `embed_with` on; patch_embedding: the
     prefix of the weights that it is made of. unread: prefixes of weights that are left out if the model lacks them.
