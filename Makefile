@@ -43,9 +43,8 @@ tree:  ## List every Python file with the first line of its docstring
 demo: setup  ## Ask the embedded model about a clip, at rates 0 and 0.75, and show what that saves a larger model
 	@$(BIN)/python -m demo.run
 
-# A third of the time the tests wait, so three of them keep two cores busy.
-test: setup  ## Run the tests (about 7 minutes on two cores)
-	$(PYTEST) -n 3
+test: setup  ## Run the tests (about 10 minutes on two cores)
+	$(PYTEST) -n 2
 
 test-deep: setup  ## Run the slow variations of tests, the fuzzers and the soaks (about 30 minutes)
 	$(PYTEST) -n 2 -m deep
