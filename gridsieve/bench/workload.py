@@ -86,9 +86,9 @@ _FILE = TypeAdapter(list[_Entry])
 def read_sharegpt(path: Path) -> tuple[Parts, ...]:
     """The first turn of a human in each conversation, with its media: paths relative to the file's folder, or URLs.
 
-    A medium stands in place of its placeholder; media without one precede the text. Conversations of fewer than two
-    turns are skipped, as vLLM does, and those without a human. Further turns, and the length of the recorded reply,
-    are ignored.
+    Each media item takes the place of its placeholder; items without a placeholder come before the text.
+    Conversations of fewer than two turns are skipped, as vLLM does, and those without a human. Further turns, and the
+    length of the recorded reply, are ignored.
     Raises InvalidRequest naming entry, field, value and limit, and OSError if the file cannot be read.
     """
     try:

@@ -106,15 +106,7 @@ class _MiniCPMV(TowerModel):
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Tokens (S · queries, D) of patches uint8 (P, values)."""
         rows = self.patch_embed(patches) + self.places[layout.by_row["cells"]]
-        states = rows[None]
-        for layer in self.layers:
-            states = layer(
-                states,
-                attention_mask=None,
-                attend=attend,
-                cu_seq_lens_q=layout.ends,
-                max_length_q=layout.longest,
-            )
+        states = self.run_layers(rows[None], layout, attend)
         features = self.vpm.post_layernorm(states)[0]
         tokens: Tensor = self.resampler(features, layout, attend)
         return tokens

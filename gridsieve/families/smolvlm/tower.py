@@ -82,15 +82,8 @@ class _SmolVLM(TowerModel):
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Tokens (T, D) of patches uint8 (P, values)."""
         row, column = layout.positions.unbind(1)
-        states = (self.patch_embed(patches) + self.places[row * self._side + column])[None]
-        for layer in self.layers:
-            states = layer(
-                states,
-                attention_mask=None,
-                attend=attend,
-                cu_seq_lens_q=layout.ends,
-                max_length_q=layout.longest,
-            )
+        rows = self.patch_embed(patches) + self.places[row * self._side + column]
+        states = self.run_layers(rows[None], layout, attend)
         features = self.vision_model.post_layernorm(states)[0]
         # The patches of a token follow each other, in the order in which transformers' pixel shuffle puts them.
         tokens: Tensor = self.connector.modality_projection(

@@ -121,8 +121,7 @@ class TowerModel(nn.Module):
     """A tower's model that calls transformers' layers itself. A family makes a subclass of it.
 
     Its modules have the names of the weights. Its forward makes tokens (T, D), or features (T, features), of patches
-    (P, values), their layout and the attention. The patches of a token follow each other, row by row. A layer is given
-    `attend`, `cu_seq_lens_q=layout.ends` and `max_length_q=layout.longest`, which its attention must pass on.
+    (P, values), their layout and the attention. The patches of a token follow each other, row by row.
     vision: the config of its layers. parts: prefixes of the weights of its modules. layers_at: the name of the list of
     its layers with attention, all of one class. patch_embed: of patches, from `embed_with` on; patch_embedding: the
     prefix of the weights that it is made of. unread: prefixes of weights that are left out if the model lacks them.
@@ -152,6 +151,14 @@ class TowerModel(nn.Module):
         layers = self.get_submodule(self.layers_at)
         assert isinstance(layers, nn.ModuleList)
         return layers
+
+    def run_layers(self, states: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
+        """The output of the layers, (1, P, hidden). The attention of a layer must pass on the keywords that it gets."""
+        for layer in self.layers:
+            states = layer(
+                states, attention_mask=None, attend=attend, cu_seq_lens_q=layout.ends, max_length_q=layout.longest
+            )
+        return states
 
     def find(self, checkpoint: Checkpoint) -> Mapping[str, Stored]:
         """Its weights in a checkpoint, by their names in the model."""

@@ -39,7 +39,7 @@ class Answers:
         }
 
     def new(self, fields: ResponseFields, limit: int | None, event_id: str | None) -> Answer:
-        """An answer that nobody has asked for yet; see `begin`. Takes the arguments of Answer."""
+        """An answer before its first event, which `begin` makes. Takes the arguments of Answer."""
         return Answer(self._names, fields, limit, self.items, event_id)
 
     def begin(self, ask_id: str, answer: Answer) -> ServerEvent:
