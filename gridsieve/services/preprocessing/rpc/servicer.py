@@ -47,7 +47,7 @@ from gridsieve.services.preprocessing.video.slices import (
 from gridsieve.services.preprocessing.workers.job_queue import JobQueue
 from gridsieve.services.preprocessing.workers.jobs import VideoSlices
 from gridsieve.services.preprocessing.workers.media_reader import Indexes, MediaReader, indexes
-from gridsieve.services.preprocessing.workers.segments import slices_of
+from gridsieve.services.preprocessing.workers.segments import SegmentedDecoding
 from gridsieve.services.preprocessing.workers.streams import StreamWorkers
 from gridsieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from gridsieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse, WatchRequest, WatchResponse
@@ -83,7 +83,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         self._quick = quick
         self._slow = slow
         self._reading_queue = reading_queue
-        self._decoding_queue = decoding_queue
+        self._decoding = SegmentedDecoding(decoding_queue)
         self._holding = ByteSemaphore(held_bytes)
         self._max_inline_bytes = max_inline_bytes
         self._known = known or indexes()
@@ -200,7 +200,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
 
     async def _decoded(self, media: PlannedVideo, stats: DecodeStats, begin: int = 0) -> AsyncGenerator[Slice]:
         """The whole slices of an item, from slice `begin` on."""
-        async with slices_of(self._decoding_queue, VideoSlices(media, begin)) as slices:
+        async with self._decoding.slices_of(VideoSlices(media, begin)) as slices:
             async for each in slices:
                 stats.count(each)
                 count_frames(each)

@@ -42,9 +42,8 @@ from gridsieve.services.preprocessing.video.rgb import RgbConverter
 
 MAX_REPAIRED_SHARE = 0.1
 
-# More threads hardly speed up one video, and two cost a quarter more work than one, which small frames do not win back.
-# Without a bound, codecs start one for each core in every worker.
-_CODEC_THREADS, _THREADED_FROM_PX = 2, 640 * 360
+# Two threads cost a quarter more work than one, which smaller frames do not win back.
+THREADED_FROM_PX = 640 * 360
 
 # The largest pixel of common formats: three channels of 16 bits.
 _LARGEST_PIXEL_BYTES = 6
@@ -65,18 +64,19 @@ def decode_frames(
     progress: Callable[[], None] = lambda: None,
     whole: int = 0,
     repaired: int = 0,
+    threads: int = 1,
 ) -> Generator[DecodedFrame, None, None]:
     """Yields one frame for each of `places`, which must not decrease.
 
     progress: called for each packet that is read. whole: places of the item, of which these may be a part (0: they are
-    all), and of which `repaired` earlier ones were repaired.
+    all), and of which `repaired` earlier ones were repaired. threads: of the codec, except for small frames.
     Raises MediaDamaged if more than a tenth of the item's frames cannot be decoded, or MemoryError if FFmpeg ran out of
     memory meanwhile; MediaRejected for exceeded limits.
     """
     whole = whole or len(places)
     allowed = MAX_REPAIRED_SHARE * whole
     with ExitStack() as stack:
-        frames = _Frames(source, index, places, progress, stack)
+        frames = _Frames(source, index, places, progress, threads, stack)
         last: DecodedFrame | None = None
         last_place: int | None = None
         for place in places:
@@ -97,10 +97,12 @@ class _Frames:
         index: PacketIndex,
         places: Sequence[int],
         progress: Callable[[], None],
+        threads: int,
         stack: ExitStack,
     ) -> None:
         self._source = source
         self._progress = progress
+        self._threads = threads
         self._lacked_memory = False
         self._stack = stack
         self._converter = RgbConverter(source.name)
@@ -162,7 +164,7 @@ class _Frames:
         self._container, self._stream = self._stack.enter_context(open_video(self._source))
         self._stream.thread_type = "FRAME"
         codec = self._stream.codec_context
-        codec.thread_count = _CODEC_THREADS if codec.height * codec.width >= _THREADED_FROM_PX else 1
+        codec.thread_count = self._threads if codec.height * codec.width >= THREADED_FROM_PX else 1
         self._codec = decoder_of(self._stream)
         self._decoded = self._decode(packets_of(self._container, self._stream))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import chain, islice, pairwise
 
@@ -53,6 +53,7 @@ class PacketIndex:
     pts:       0   512  1024  1536 | 2048 ...       sorted, in the stream's time base
     keyframes: 0                     2048            pts from which decoding may start
 
+    sizes: bytes of the packet of each of `pts`; empty without `pts`.
     times: the same times, relative to the first frame.
     missing_frames: how many more the container promises, see `completeness`.
     dropped_frames: how many are not shown: without a keyframe before them, with the time of another, or a wrong one.
@@ -66,6 +67,7 @@ class PacketIndex:
     times: FrameTimes
     pts: array[int] | None
     keyframes: array[int]
+    sizes: array[int] = field(default_factory=lambda: array("I"))
     height_px: int = 0
     width_px: int = 0
     orientation: int = UPRIGHT
@@ -206,12 +208,12 @@ def _index(
         raise MediaRejected(f"has a clock that starts again more than {MAX_EPOCHS} times", field=source.name)
     epochs = reader.epochs(tail)
     try:
-        shown, keyframes = reader.shown(epochs)
+        shown, sizes, keyframes = reader.shown(epochs)
         times = FrameTimes(array("q", (each - shown[0] for each in shown)), reader.tail(tail), time_base, rates)
     except OverflowError as error:  # each time is in its range, their sum is not
         raise MediaRejected("claims to last more ticks than a clock has", field=source.name) from error
     dropped = reader.packets - len(shown)
-    return PacketIndex(times, shown, keyframes, epochs=epochs, dropped_frames=dropped)
+    return PacketIndex(times, shown, keyframes, sizes, epochs=epochs, dropped_frames=dropped)
 
 
 def _times_in_order(

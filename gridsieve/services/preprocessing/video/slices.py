@@ -81,20 +81,22 @@ class PlannedVideo:
         return replace(self, places=tuple(chain.from_iterable(self.places[n * step :][:step] for n in numbers)))
 
     def slices(
-        self, progress: Callable[[], None] = lambda: None, whole: int = 0, repaired: int = 0
+        self, progress: Callable[[], None] = lambda: None, whole: int = 0, repaired: int = 0, threads: int = 1
     ) -> Generator[Slice, None, None]:
         """Yields slices in order. The arguments, and exceptions: as in `decode_frames` and `decode_pictures`."""
         resizing = _Resizing(self.views[0])
-        with closing(self._frames(progress, whole, repaired)) as frames:
+        with closing(self._frames(progress, whole, repaired, threads)) as frames:
             for first in range(0, len(self.places), self.slice_frames):
                 if len(self.views) > 1:
                     yield from self._pictures(first * len(self.views), frames)
                 else:
                     yield self._slice(first, frames, resizing)
 
-    def _frames(self, progress: Callable[[], None], whole: int, repaired: int) -> Generator[DecodedFrame, None, None]:
+    def _frames(
+        self, progress: Callable[[], None], whole: int, repaired: int, threads: int
+    ) -> Generator[DecodedFrame, None, None]:
         if isinstance(self.index, PacketIndex):
-            yield from decode_frames(self.source, self.index, self.places, progress, whole, repaired)
+            yield from decode_frames(self.source, self.index, self.places, progress, whole, repaired, threads)
         else:
             for pixels in decode_pictures(self.source, self.index, self.places, progress):
                 yield DecodedFrame(pixels, repaired=False)

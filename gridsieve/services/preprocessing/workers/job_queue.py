@@ -35,7 +35,7 @@ Made: TypeAlias = asyncio.Queue[T | BaseException | None]
 _GRANTS = 2
 _REFUSALS = {each.reason: each for each in (InvalidRequest, MediaRejected, MediaDamaged)}
 # Each unread piece holds a descriptor and a mapping, however small it is.
-_MIN_PIECE_BYTES = 2**20
+MIN_PIECE_BYTES = 2**20
 
 
 class InFlightBudget:
@@ -53,7 +53,7 @@ class InFlightBudget:
     def share(self, piece_bytes: int) -> Share:
         """A new job's share of the budget. The job closes it."""
         self.shares += 1
-        return Share(self, max(piece_bytes, _MIN_PIECE_BYTES))
+        return Share(self, max(piece_bytes, MIN_PIECE_BYTES))
 
     async def wait_for_change(self) -> None:
         """Returns when bytes are released or `wake` is called."""

@@ -83,7 +83,7 @@ class _Reading:
 class IndexVideo(_Reading):
     """Reads a video's packets."""
 
-    piece_bytes: ClassVar[int] = 2 * MAX_PACKETS * 8
+    piece_bytes: ClassVar[int] = 3 * MAX_PACKETS * 8
 
     def order(self, done: int) -> Order:
         return Order("index_video")
@@ -118,7 +118,8 @@ class VideoSlices:
         repeated      1   2   3   4 ...
         sent                      4 ...
 
-    begin, end: the temporal slices to make, of all those of the video; end defaults to their number.
+    begin, end: the temporal slices to make, of all those of the video; end defaults to their number. threads: of the
+        codec.
     made_before: repaired frames of each slice before `begin`, if the job continues another one; if it does not, `begin`
         is at a keyframe. A job object is run only once.
     """
@@ -126,6 +127,7 @@ class VideoSlices:
     video: PlannedVideo
     begin: int = 0
     end: int = -1
+    threads: int = 1
     made_before: list[int] = field(default_factory=list)
     _known_from: int = field(init=False)
     _repaired: list[int] = field(init=False)  # of each slice from _known_from on
@@ -171,6 +173,7 @@ class VideoSlices:
             "repaired": sum(self._repaired[: begin - known]),
             "again": (following - begin) * len(video.views) + pictures,
             "slice_frames": video.slice_frames,
+            "threads": self.threads,
             "tile_px": video.tile_px or (),
         }
         frames = _sent_facts(video.size_px, video.views, video.dtype)

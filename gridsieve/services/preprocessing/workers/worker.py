@@ -52,7 +52,7 @@ from gridsieve.services.preprocessing.workers.protocol import (
     send,
 )
 
-_MAX_SLICE_FRAMES = 2**16
+_MAX_SLICE_FRAMES, _MAX_THREADS = 2**16, 64
 _RETRY_S = 0.01
 _IDLE_S = 2.0
 
@@ -127,7 +127,7 @@ def _slices(
         tile_px=_tile_px(task.facts),
         dtype=dtype,
     )
-    slices = video.slices(task.progress, whole, repaired)
+    slices = video.slices(task.progress, whole, repaired, task.facts.integer("threads", 1, _MAX_THREADS))
     for _ in range(task.facts.integer("again", 0, whole * len(views))):
         next(slices)
     return _pieces(slices)
