@@ -13,13 +13,14 @@ from benchmarks.media.films import films
 from benchmarks.media.inline import inline
 from benchmarks.media.pruning import pruning
 from benchmarks.media.second_question import second_question
-from benchmarks.media.segments import segments
+from benchmarks.media.segments import pool, segments
 from benchmarks.media.tensors import tensors
 from benchmarks.report import Measurement, run
 
 MEASUREMENTS: Mapping[str, Measurement] = {
     "tensors": tensors,
     "segments": segments,
+    "pool": pool,
     "second-question": second_question,
     "inline": inline,
     "pruning": pruning,

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Sequence
 from contextlib import aclosing
 from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from gridsieve.common.contract.errors import MediaDamaged
 from gridsieve.services.preprocessing.rpc import decode_stats
 from gridsieve.services.preprocessing.sources.source import bytes_source
 from gridsieve.services.preprocessing.video.cost import SliceCosts, slice_costs
 from gridsieve.services.preprocessing.video.packets import read_packets
+from gridsieve.services.preprocessing.video.pictures import read_pictures
 from gridsieve.services.preprocessing.video.slices import PlannedVideo, Slice
 from gridsieve.services.preprocessing.workers import job_queue, segments
 from gridsieve.services.preprocessing.workers.job_queue import JobQueue
 from gridsieve.services.preprocessing.workers.jobs import VideoSlices
 from gridsieve.services.preprocessing.workers.process import WorkerProcess
 from gridsieve.services.preprocessing.workers.segments import SegmentedDecoding, segment_ends
-from tests.preprocessing.preprocessing_media import B_FRAMES, HEIGHT_PX, WIDTH_PX, clip, without_packets
+from tests.preprocessing.preprocessing_media import B_FRAMES, HEIGHT_PX, WIDTH_PX, clip, picture_of, without_packets
 from tests.preprocessing.test_worker_media import assert_equal
 from tests.preprocessing.worker_jobs import MIB, counting, read
 
@@ -132,6 +135,17 @@ async def test_a_busy_pool_and_a_short_video_are_not_split(
     monkeypatch.setattr(segments, "_MIN_S", 1.0)
     await segmented(queue, video)
     assert jobs == [(0, 30, 0), (0, 30, 0)]
+
+
+async def test_pictures_are_divided_by_their_bytes(queue: JobQueue, jobs: list[tuple[int, int, int]]) -> None:
+    files, ends = io.BytesIO(), []
+    for number in range(8):
+        Image.fromarray(picture_of(number)).save(files, "PNG")
+        ends.append(files.tell())
+    source = bytes_source("pictures", files.getvalue())
+    video = PlannedVideo(source, read_pictures(source, ends), tuple(range(8)), 2, (HEIGHT_PX, WIDTH_PX))
+    assert_equal(await segmented(queue, video), list(video.slices()))
+    assert len(jobs) == WORKERS
 
 
 async def test_more_segments_than_workers_follow_one_another_where_the_budget_is_small(

@@ -151,6 +151,11 @@ class JobQueue:
         """Jobs that run or wait for a worker."""
         return self.inflight.shares
 
+    @property
+    def idle(self) -> int:
+        """Workers that no job has, waits for, or is about to wait for."""
+        return max(0, min(self.workers.idle, self.workers.size - len(self._making)))
+
     async def call(self, job: Job[T]) -> T:
         """Runs a job of one piece and returns the piece. Raises as `stream` does."""
         async with self.stream(job, piece_bytes=0) as pieces:

@@ -33,7 +33,7 @@ _MIN_S = 0.03
 # Share of a segment's cost that may be decoding what another segment decodes, too.
 _MAX_TWICE = 1 / 8
 # How much sooner a codec with so many threads is done. With more than eight, each gains less than its own cost.
-_GAINS = {1: 1.0, 2: 1.7, 4: 2.4, 8: 3.1}
+GAINS = {1: 1.0, 2: 1.7, 4: 2.4, 8: 3.1}
 _HALVINGS = 20
 # A video is divided if its longest segment takes less than this share of its time.
 _GAIN_FROM = 0.9
@@ -51,7 +51,7 @@ class SegmentedDecoding:
     @asynccontextmanager
     async def slices_of(self, job: VideoSlices) -> AsyncIterator[AsyncGenerator[Slice, None]]:
         """As `JobQueue.stream`, with as many workers as are idle."""
-        idle = self._queue.workers.idle
+        idle = self._queue.idle
         if idle < 2 or job.begin or len(job.video.views) > 1:
             async with self._queue.stream(job) as slices:
                 yield slices
@@ -74,7 +74,7 @@ class SegmentedDecoding:
         if workers * fitting < job.end:
             threads, (ends, _) = 1, segment_ends(costs, -(-job.end // (idle * fitting)) * idle)
         else:
-            gains = _GAINS if video.index.height_px * video.index.width_px >= THREADED_FROM_PX else {1: 1.0}
+            gains = GAINS if video.index.height_px * video.index.width_px >= THREADED_FROM_PX else {1: 1.0}
             divided = {threads: segment_ends(costs, workers // threads) for threads in gains if threads <= workers}
             threads = min(divided, key=lambda each: divided[each][1] / gains[each])
             ends, _ = divided[threads]
@@ -137,7 +137,7 @@ def segment_ends(costs: SliceCosts, most: int) -> tuple[list[int], float]:
     def within(longest_s: float) -> list[int]:
         """Ends of segments that cost at most so much each; empty if there are too many."""
         stops = np.append(np.flatnonzero(twice <= longest_s * _MAX_TWICE), end)
-        ends, at = [], 0
+        ends, at = list[int](), 0
         while at < end and len(ends) < most:
             reached = np.searchsorted(before[stops], longest_s + before[at] - twice[at], "right")
             if not reached or stops[reached - 1] <= at:
