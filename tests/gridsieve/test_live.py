@@ -54,8 +54,6 @@ def play(gridsieve: Run, address: str, tmp_path: Path, monkeypatch: pytest.Monke
     [
         (FILM, 10, range(0, 30, 5)),
         (ts(20) + ts(30), 10, (0, 5, 10, 15, 0, 5, 10, 15, 20, 25)),  # joined recordings
-        # Some stamps are wrong by hours; then the rest of the film follows.
-        (ts(20) + shifted(ts(5), "mpegts", Fraction(5 * 3600)) + ts(15), 10, (0, 5, 10, 15, 0, 0, 5, 10)),
         (shifted(clip(40, 10, options=B_FRAMES), "matroska", Fraction(-2)), 10, range(0, 40, 5)),  # times below 0
         (clip(50, 25, "h264", options=B_FRAMES), 25, (0, 13, 25, 38)),  # no times at all
     ],

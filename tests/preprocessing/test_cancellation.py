@@ -19,8 +19,6 @@ from gridsieve.services.preprocessing.planner import Planner
 from gridsieve.services.preprocessing.workers import worker_pool
 from gridsieve.services.preprocessing.workers.process import Fault
 from tests.awake import SOON_S, awake
-from tests.preprocessing.media_server import fetched_files, forever, head, url_of
-from tests.preprocessing.media_server import serving as web_server
 from tests.preprocessing.preprocessing_media import clip
 from tests.preprocessing.service import EVERYTHING, Service, prompt_of, sent, serves, stopped, video
 from tests.preprocessing.worker_jobs import open_paths, until
@@ -47,18 +45,6 @@ async def test_cancelling_while_a_file_is_hashed_frees_its_thread_within_a_secon
             await until(lambda: large not in open_paths())
             assert passed_s() < SOON_S
         assert await serves(stub, CLIP) == [0]  # on the only thread
-
-
-async def test_a_caller_that_disconnects_ends_its_fetches(service: Service) -> None:
-    async def drip(writer: asyncio.StreamWriter) -> None:
-        writer.write(head(200))
-        await forever(writer, b"a", every_s=0.01)
-
-    async with web_server(drip) as web, service.serving(web) as stub:
-        call = await sent(stub, prompt_of(video(url=url_of(web)), video(url=url_of(web))))
-        await until(lambda: web.connections == 2 and fetched_files(service.folder) == 2)
-        call.cancel()
-        await until(lambda: all(task.done() for task in web.serving))
 
 
 async def test_files_are_closed_once_a_cancelled_plan_ends(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

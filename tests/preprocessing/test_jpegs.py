@@ -99,7 +99,7 @@ async def test_a_picture_is_asked_for_again_and_again(service: Service, media_ty
         watched = await opened(stub, f"http://clip.test:{server.port}/", fps=FPS)
         for shown in count(1):
             assert await watched.next()
-            if shown == 8:
+            if shown == 6:
                 break
         watched.call.cancel()
     steps = np.diff(numbers(watched))  # on a busy machine, newer pictures may take the place of some

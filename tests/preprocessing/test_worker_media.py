@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ from gridsieve.services.preprocessing.workers.limits import Limits
 from gridsieve.services.preprocessing.workers.process import Fault
 from gridsieve.services.preprocessing.workers.protocol import Facts
 from tests.fuzz.mutations import mutations
-from tests.fuzz.run import run_batch
 from tests.preprocessing.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, number_of, without_packets
 from tests.preprocessing.worker_jobs import MIB, read
 
@@ -167,11 +165,6 @@ async def test_mutated_files_end_no_worker_and_leak_nothing(queue: JobQueue, rep
     assert decoded > count / 2
     assert {*replaced} <= {Fault.MEMORY}  # some mutated headers ask for more memory than a worker may have
     replaced.clear()
-
-
-@pytest.mark.deep
-async def test_mutated_files_crash_no_process_without_a_sandbox(tmp_path: Path) -> None:
-    assert run_batch(0, 100, tmp_path / "progress") is None
 
 
 async def test_media_beyond_a_limit_are_rejected_with_the_limit() -> None:
