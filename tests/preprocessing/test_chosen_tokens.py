@@ -176,7 +176,6 @@ CLIP = video(MOVING, frame_sampling={"fps": 4.0, **SIZE})
     ("part", "selection", "named"),
     [
         (CLIP, choosing(method="evs"), r"^select\.pruning\.method must be one of pixel_change, got 'evs'"),
-        (CLIP, choosing(method="best"), r"^select\.pruning\.method must be one of"),
         (CLIP, choosing(1.0), r"^select\.pruning\.rate must be at least 0 and below 1, got 1.0"),
         (CLIP, choosing(0.5, float("nan")), r"^select\.pruning\.threshold must be at least 0 and below 1, got nan"),
         (IMAGE, choosing(), r"^select\.pruning is for videos, the selected item is an image"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from fractions import Fraction
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
@@ -31,7 +29,7 @@ from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSa
 from tests.families import nemotron
 from tests.families.nemotron import MERGE, PATCH_PX, TUBELET, Video, picture_grid_of, processed
 from tests.media import picture
-from tests.preprocessing.planning import ids_of, image, pictures, planned, rgb, with_settings
+from tests.preprocessing.planning import ids_of, image, planned, rgb, with_settings
 from tests.preprocessing.planning import video as movie
 from tests.preprocessing.preprocessing_media import clip, decoded_in_order
 from tests.preprocessing.service import Queues, Service, asked, frames_of, plan_of, prompt_of, text, video
@@ -156,18 +154,6 @@ def test_images_become_the_tokens_and_pixels_of_transformers(folder: Path, size:
     data = picture(*size)
     made = planned(folder, image(data), image(picture(90, 70)), "What?")
     inputs = processed(folder, asking("<image>", "<image>"), images=[rgb(data), rgb(picture(90, 70))])
-    check_equal(made, inputs)
-
-
-def test_frames_given_as_pictures_are_those_of_a_video(folder: Path) -> None:
-    frames = decoded_in_order(clip(5, 4, size=(96, 160)))
-    files = [BytesIO() for _ in frames]
-    for frame, file in zip(frames, files, strict=True):
-        Image.fromarray(frame).save(file, "PNG")
-    data = [file.getvalue() for file in files]
-    made = planned(folder, pictures(data, [number / 4 for number in range(5)]), "What moves?")
-    asked = asking("<video>").replace("What?", "What moves?")
-    inputs = processed(folder, asked, videos=[Video(np.stack(frames), range(5), 4.0)])
     check_equal(made, inputs)
 
 

@@ -44,29 +44,6 @@ def ours(tiny_checkpoint: Path) -> ChatTokens:
 texts = st.text(max_size=40) | st.sampled_from(
     ["\n\nIs it red?", " ", "a\n", "don't", "  \n x", "naïve 日本 🎬", "e\u0301"]
 )
-parts = st.lists(texts | st.sampled_from(list(Modality)), min_size=1, max_size=4)
-conversations = st.lists(
-    st.builds(lambda role, held: Turn(role, tuple(held)), st.sampled_from(["system", "user", "assistant"]), parts),
-    min_size=1,
-    max_size=3,
-)
-
-
-AROUND = [("", ""), ("in ", " s<|vision_end|> "), ("<0.3 seconds><|vision_start|>", "<|vision_end|>")]
-
-
-@settings(max_examples=40)
-@given(turns=conversations, around=st.sampled_from(AROUND))
-def test_text_and_expanded_placeholders_have_the_ids_of_transformers(
-    theirs: Any, ours: ChatTokens, turns: list[Turn], around: tuple[str, str]
-) -> None:
-    before, after = around
-    text = str(by_transformers(theirs, None, turns, (), tokenize=False))
-    for token in PLACEHOLDERS.values():
-        text = text.replace(token, before + token + after + token * 3)
-    assert ids_of(ours, turns, (before, ONE, after, THREE)) == theirs(text)["input_ids"]
-
-
 WORDS = "the quick brown fox jumps over a lazy dog, and naïve 日本 watch. "
 
 

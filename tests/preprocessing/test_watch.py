@@ -126,9 +126,8 @@ async def test_it_says_which_bytes_are_read_once_their_frames_are_sent(service: 
         ),
         ([media.clip()[:200] + b"\0" * 5000], "data has no video stream"),
         ([b""], "data must be 1 to 2097152 bytes, got '0 bytes'"),
-        ([], "data cannot be read as a video"),
     ],
-    ids=["comments of no playlist", "a playlist", "a broken header", "an empty piece", "nothing"],
+    ids=["comments of no playlist", "a playlist", "a broken header", "an empty piece"],
 )
 async def test_bad_bytes_are_refused_with_their_field(service: Service, pieces: list[bytes], why: str) -> None:
     async with service.serving() as stub:
@@ -201,7 +200,7 @@ async def test_pictures_by_http_have_the_times_at_which_they_come(service: Servi
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         writer.write(head(200, "Content-Type: multipart/x-mixed-replace; boundary=next"))
-        for _ in range(8):
+        for _ in range(5):
             writer.write(part % (file.tell(), file.getvalue()))
             await writer.drain()
             await asyncio.sleep(0.3)
@@ -242,7 +241,6 @@ async def test_playlists_are_refused_by_name(service: Service, media_type: str, 
         ("rtsp://a:b@c@clip.test/", "INVALID_ARGUMENT", "open.url must be rtsp://[user:password@]host"),
         ("rtsp://a%0d%0ab:c@clip.test/", "INVALID_ARGUMENT", "open.url has a user name or a password with control"),
         (f"rtsp://a:{'%40' * 42}@clip.test/", "INVALID_ARGUMENT", "of more than 127 characters together"),
-        ("concat:x", "PERMISSION_DENIED", "open.url must start with"),
     ],
 )
 async def test_urls_that_the_policy_forbids_are_refused(service: Service, url: str, code: str, why: str) -> None:

@@ -49,9 +49,7 @@ def assert_equal(ours: list[Slice], theirs: list[Slice]) -> None:
         assert np.array_equal(mine.pixels, other.pixels)
 
 
-@pytest.mark.parametrize(
-    ("container", "codec"), [("mp4", "libx264"), ("h264", "libx264"), ("avi", "libx264"), ("webm", "libvpx-vp9")]
-)
+@pytest.mark.parametrize(("container", "codec"), [("mp4", "libx264"), ("h264", "libx264"), ("avi", "libx264")])
 async def test_a_video_comes_out_as_in_this_process(queue: JobQueue, container: str, codec: str) -> None:
     source = bytes_source("video", clip(40, container=container, codec=codec, options={"g": "12"}))
     index = await queue.call(IndexVideo(source))
@@ -62,13 +60,13 @@ async def test_a_video_comes_out_as_in_this_process(queue: JobQueue, container: 
     assert_equal(ours, list(video.slices()))
 
 
-@pytest.mark.parametrize("format", ["AVIF", "GIF", "JPEG", "TIFF"])
+@pytest.mark.parametrize("format", ["AVIF", "JPEG"])
 async def test_a_picture_comes_out_as_in_this_process(queue: JobQueue, format: str) -> None:  # noqa: A002
     file = io.BytesIO()
     noise = np.random.default_rng(1).integers(0, 255, (31, 45, 3), np.uint8)
     exif = Image.Exif()
     exif[0x0112] = 6
-    turned = {"exif": exif} if format in ("JPEG", "PNG", "WEBP") else {}
+    turned = {"exif": exif} if format == "JPEG" else {}
     Image.fromarray(noise).save(file, format, **turned)
     source = bytes_source("image", file.getvalue())
     header = await queue.call(IndexPictures(source, ()))
