@@ -226,7 +226,7 @@ async def test_health_and_its_metric_follow_the_service(tmp_path: Path) -> None:
 
 
 async def test_a_service_that_can_never_work_again_ends_with_failed(tmp_path: Path) -> None:
-    """What sets it: generation/test_engine.py, encoder/test_batcher.py. Processes: integration/test_encoder_ranks.py."""
+    """When it is: generation/test_engine.py, encoder/test_batcher.py; whole: integration/test_encoder_ranks.py."""
     broken = asyncio.Event()
     async with serving(tmp_path, broken=broken) as (_, task):
         broken.set()

@@ -142,7 +142,6 @@ def test_ctrl_c_ends_the_run_early_and_still_reports(services: FakeServices, add
         (["--clients", "2", "--request-rate", "3"], "--clients and --request-rate exclude each other"),
         (["--model", "here"], "--server and --model exclude each other"),
         (["--request-rate", "nan"], "--request-rate must be above 0"),
-        (["--pruning-rate", "1"], "below 1, got 1.0"),
     ],
 )
 def test_wrong_usage_exits_with_2(bench: Callable[..., Result], arguments: list[str], words: str) -> None:

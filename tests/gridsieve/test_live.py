@@ -20,7 +20,7 @@ from typer.testing import Result
 from gridsieve.v1.generation_pb2 import LiveAsk, LiveFrame
 from tests import media
 from tests.gridsieve.fake_services import FakeServices
-from tests.preprocessing.preprocessing_media import B_FRAMES, clip, number_of, picture_of, shifted, sound
+from tests.preprocessing.preprocessing_media import B_FRAMES, clip, number_of, picture_of, shifted
 
 FILM = clip(30, 10, options=B_FRAMES)
 
@@ -140,7 +140,6 @@ def test_the_question_is_asked_with_the_schema_of_its_answers(
 @pytest.mark.parametrize(
     ("film", "text"),
     [
-        (sound(), "has no video stream, only audio"),
         (b"text", "cannot be read as an image or a video: Invalid data found when processing input"),
         (media.picture(64, 48), "is a picture, not a video; gridsieve ask takes pictures"),
         (FILM[: len(FILM) // 2], "cannot be read as an image or a video"),  # its index was at its end

@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import os
 import re
-import signal
 import socket
 from pathlib import Path
 
@@ -54,17 +53,6 @@ async def test_a_worker_that_fails_costs_one_job_and_is_replaced(
     assert replaced == [fault]
     replaced.clear()
     await serves_the_next_job(queue)
-
-
-async def test_a_worker_that_dies_idle_is_replaced_without_failing_a_job(
-    queue: JobQueue, replaced: list[Fault]
-) -> None:
-    (worker,) = queue.workers._workers
-    os.kill(worker.pid, signal.SIGKILL)
-    await until(lambda: not runs(worker.pid))
-    await serves_the_next_job(queue)
-    assert replaced == [Fault.CRASHED]
-    replaced.clear()
 
 
 async def test_children_of_a_worker_die_with_it(queue: JobQueue, replaced: list[Fault]) -> None:
