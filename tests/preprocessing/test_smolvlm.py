@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from fractions import Fraction
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,8 +71,9 @@ def ids_of(folder: Path, text: str) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("splits", [True, False])
-@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize(
+    ("width", "height", "splits"), [*((*size, True) for size in SIZES), *((*size, False) for size in SIZES[:2])]
+)
 def test_squares_and_tokens_of_an_image_are_those_of_the_processor(
     folder: Path, tmp_path: Path, width: int, height: int, splits: bool
 ) -> None:
@@ -129,8 +131,9 @@ def test_frames_and_tokens_of_a_video_are_those_of_the_processor(
         assert (np.abs(frame.astype(int) - np.array(theirs)) > 2 * ROUNDING).mean() < 0.001
 
 
-def sampled(frames: int, rate: float, fps: float, most: int) -> list[int]:
-    """`sample_frames` of transformers' video processor, which cannot be imported without torchvision."""
+@cache
+def sample_frames() -> Any:
+    """Of transformers' video processor, which cannot be imported without torchvision."""
     path = Path(transformers.__file__).parent / "models/smolvlm/video_processing_smolvlm.py"
     (found,) = (
         each
@@ -139,8 +142,12 @@ def sampled(frames: int, rate: float, fps: float, most: int) -> list[int]:
     )
     names: dict[str, Any] = {"np": np}
     exec(compile(ast.Module([found], []), str(path), "exec", flags=annotations.compiler_flag), names)
+    return names["sample_frames"]
+
+
+def sampled(frames: int, rate: float, fps: float, most: int) -> list[int]:
     metadata = transformers.video_utils.VideoMetadata(total_num_frames=frames, fps=rate, duration=frames / rate)
-    indices: list[int] = names["sample_frames"](SimpleNamespace(), metadata, num_frames=most, fps=fps).tolist()
+    indices: list[int] = sample_frames()(SimpleNamespace(), metadata, num_frames=most, fps=fps).tolist()
     return indices
 
 
@@ -163,12 +170,9 @@ def test_indices_are_those_of_transformers(
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (1, "one"),
         (13, "thirteen"),
-        (20, "twenty"),
         (64, "sixty-four"),
         (100, "one hundred"),
-        (118, "one hundred and eighteen"),
         (768, "seven hundred and sixty-eight"),
     ],
 )

@@ -32,7 +32,7 @@ from gridsieve.services.preprocessing.rpc.messages import conversation_of
 from gridsieve.v1.prompt_pb2 import ROLE_ASSISTANT, ROLE_USER, Message, Part, Prompt
 from gridsieve.v1.prompt_pb2 import Tool as ToolMessage
 from gridsieve.v1.prompt_pb2 import ToolCall as ToolCallMessage
-from tests.conftest import FAMILY_PARAMS
+from tests.families import FAMILIES
 from tests.media import clip, picture
 from tests.preprocessing.planning import image, plan_of, video, with_settings
 
@@ -332,7 +332,12 @@ def without_tools(turns: Sequence[Turn]) -> list[Turn]:
     return [Turn("user" if turn.role == "tool" else turn.role, turn.parts) for turn in turns]
 
 
-@pytest.fixture(scope="module", params=FAMILY_PARAMS)
+# Those of Qwen have one template.
+QUICK = ("llava", "qwen2_5_vl")
+OF_FAMILY = [*QUICK, *(pytest.param(name, marks=pytest.mark.deep) for name in sorted(FAMILIES.keys() - QUICK))]
+
+
+@pytest.fixture(scope="module", params=OF_FAMILY)
 def of_family(request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]) -> tuple[ChatTokens, Any, Any]:
     """Our tokens of each family in turn, transformers' tokenizer, and the family's settings."""
     checkpoint = Checkpoint(checkpoints(request.param))
