@@ -13,7 +13,7 @@ import pytest
 
 from gridsieve.client.encoding import SELECT_ALL, responses
 from gridsieve.common.byte_semaphore import ByteSemaphore
-from gridsieve.common.channels import end_writing, open_channel, upstream_errors, write_to
+from gridsieve.common.channels import open_channel, upstream_errors
 from gridsieve.common.contract.errors import Overloaded
 from gridsieve.common.contract.wire import plan_messages
 from gridsieve.services.generation.stage_clock import StageClock
@@ -64,21 +64,3 @@ async def test_a_caller_that_is_refused_while_it_writes_gets_the_status(
     finally:
         peer.kill()
         await peer.wait()
-
-
-async def test_without_the_private_name_of_grpc_the_public_write_is_used() -> None:
-    class Ended:
-        """An ended call of a grpcio release without `_cython_call`."""
-
-        async def write(self, request: EncodeRequest) -> None:
-            written.append(request)
-            raise grpc.aio.InternalError("the call has ended")
-
-        async def done_writing(self) -> None:
-            raise grpc.aio.InternalError("a write has failed")
-
-    written: list[EncodeRequest] = []
-    request = EncodeRequest(select=SELECT_ALL)
-    await write_to(Ended(), request)
-    await end_writing(Ended())
-    assert written == [request]

@@ -70,15 +70,14 @@ async def test_files_are_closed_once_a_cancelled_plan_ends(service: Service, mon
         await until(lambda: path not in open_paths())
 
 
-@pytest.mark.parametrize("stage", ["reading", "decoding"])
 async def test_cancelling_ends_a_worker_that_hangs_within_a_second(
-    service: Service, stage: str, monkeypatch: pytest.MonkeyPatch
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_pool, "_STOP_S", 0.5)
-    queue = service.queues.reading if stage == "reading" else service.queues.decoding
+    queue = service.queues.decoding
     async with service.serving() as stub:
         with stopped(queue) as pid:
-            call = await sent(stub, CLIP, *[EVERYTHING] * (stage == "decoding"))
+            call = await sent(stub, CLIP, EVERYTHING)
             await until(lambda: queue.jobs == 1 and requests_running() == 1)
             call.cancel()
             with awake() as passed_s:
@@ -89,9 +88,9 @@ async def test_cancelling_ends_a_worker_that_hangs_within_a_second(
     service.queues.replaced.clear()
 
 
-@pytest.mark.parametrize("stage", ["for a thread", "for a reading worker", "for a decoding worker"])
+@pytest.mark.parametrize("stage", ["for a thread", "for a worker"])
 async def test_a_request_that_is_cancelled_while_it_waits_leaves_its_queue(service: Service, stage: str) -> None:
-    selects = [EVERYTHING] * (stage == "for a decoding worker")
+    selects = [EVERYTHING] * (stage == "for a worker")
     queue = service.queues.decoding if selects else service.queues.reading
     async with service.serving(threads=1 if stage == "for a thread" else 2) as stub:
         with stopped(queue) as pid:
