@@ -53,18 +53,8 @@ def test_a_closed_loop_is_reported(bench: Callable[..., Result], services: FakeS
 def test_a_threshold_is_sent_with_the_method_that_has_it(
     bench: Callable[..., Result], services: FakeServices, tmp_path: Path
 ) -> None:
-    flags = [
-        "--workload",
-        workload(tmp_path, "?"),
-        "--clients",
-        "1",
-        "--requests",
-        "1",
-        "--warmup",
-        "0",
-        "--pruning-threshold",
-        "0.04",
-    ]
+    load = ["--workload", workload(tmp_path, "?"), "--clients", "1", "--requests", "1", "--warmup", "0"]
+    flags = [*load, "--pruning-threshold", "0.04"]
     told = json.loads(bench(*flags, "--json").stdout)
     (request,) = services.asked
     assert (request.pruning.method, request.pruning.threshold) == ("pixel_change", 0.04)

@@ -115,7 +115,7 @@ def planner(folder: Path) -> Planner:
 @cache
 def planner_with(folder: Path, most: int, sliced: bool, numbered: bool) -> Planner:
     slices = {"max_slice_nums": most, "patch_size": PATCH, "scale_resolution": SCALE}
-    files = {"config": {"slice_config": slices}}
+    files: dict[str, Any] = {"config": {"slice_config": slices}}
     files["preprocessor_config"] = {"slice_mode": sliced, "use_image_id": numbered}
     to = folder.parent / f"{folder.name} {most} {sliced} {numbered}"
     return Planner(Checkpoint(with_settings(folder, to, **files)), None)
