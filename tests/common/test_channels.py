@@ -159,7 +159,7 @@ async def test_a_service_can_be_called_as_soon_as_it_listens_although_its_readin
     replica = Replica(sockets[0])
     async with open_channel(replica.address, health=READY) as watched:
         reaches = Reach(watched)
-        for _ in range(25):  # what was tried in vain is tried again after up to a second
+        for _ in range(15):  # what was tried in vain is tried again after up to a second
             assert not reaches()
             await asyncio.sleep(0.1)
         async with running(replica), open_channel(replica.address, by_media=True) as channel:
