@@ -172,7 +172,7 @@ def family(written: Callable[[str, str], Path]) -> Any:
     return load_family(Checkpoint(written("minicpmv4_6", "16x")))
 
 
-@given(total=st.integers(1, 20_000), rate=st.fractions(Fraction(1, 3), 60, max_denominator=1001))
+@given(total=st.integers(1, 2_000), rate=st.fractions(Fraction(1, 3), 60, max_denominator=1001))
 @example(total=121, rate=Fraction(10))
 @example(total=120, rate=Fraction(10))
 def test_frames_are_those_of_the_processor(family: Any, total: int, rate: Fraction) -> None:
