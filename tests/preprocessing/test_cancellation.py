@@ -33,21 +33,22 @@ def requests_running() -> float:
     return REGISTRY.get_sample_value("gridsieve_requests_running", {"method": "Preprocess"}) or 0.0
 
 
-async def test_cancelling_while_a_file_is_hashed_frees_its_thread_within_a_second(service: Service) -> None:
+async def test_cancelling_while_a_file_is_hashed_frees_its_thread_within_a_second(service: Service, stub: Any) -> None:
     large = service.media_root / "large.mp4"
     large.touch()
     os.truncate(large, 12 * 2**30)
-    async with service.serving() as stub:
-        call = await sent(stub, prompt_of(video(path="large.mp4")))
-        await until(lambda: large in open_paths())
-        call.cancel()
-        with awake() as passed_s:
-            await until(lambda: large not in open_paths())
-            assert passed_s() < SOON_S
-        assert await serves(stub, CLIP) == [0]  # on the only thread
+    call = await sent(stub, prompt_of(video(path="large.mp4")))
+    await until(lambda: large in open_paths())
+    call.cancel()
+    with awake() as passed_s:
+        await until(lambda: large not in open_paths())
+        assert passed_s() < SOON_S
+    assert await serves(stub, CLIP) == [0]  # on the only thread
 
 
-async def test_files_are_closed_once_a_cancelled_plan_ends(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_are_closed_once_a_cancelled_plan_ends(
+    service: Service, stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planned, cancelled = threading.Event(), threading.Event()
     plan = Planner.plan
 
@@ -60,30 +61,28 @@ async def test_files_are_closed_once_a_cancelled_plan_ends(service: Service, mon
     monkeypatch.setattr(Planner, "plan", slowly)
     path = service.media_root / "clip.mp4"
     path.write_bytes(clip(30))
-    async with service.serving() as stub:
-        call = await sent(stub, prompt_of(video(path="clip.mp4")))
-        await until(planned.is_set)
-        call.cancel()
-        await asyncio.sleep(0.1)
-        assert path in open_paths()
-        cancelled.set()
-        await until(lambda: path not in open_paths())
+    call = await sent(stub, prompt_of(video(path="clip.mp4")))
+    await until(planned.is_set)
+    call.cancel()
+    await asyncio.sleep(0.1)
+    assert path in open_paths()
+    cancelled.set()
+    await until(lambda: path not in open_paths())
 
 
 async def test_cancelling_ends_a_worker_that_hangs_within_a_second(
-    service: Service, monkeypatch: pytest.MonkeyPatch
+    service: Service, stub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_pool, "_STOP_S", 0.5)
     queue = service.queues.decoding
-    async with service.serving() as stub:
-        with stopped(queue) as pid:
-            call = await sent(stub, CLIP, EVERYTHING)
-            await until(lambda: queue.jobs == 1 and requests_running() == 1)
-            call.cancel()
-            with awake() as passed_s:
-                await until(lambda: not runs(pid))
-                assert passed_s() < SOON_S
-        assert await serves(stub, CLIP) == [0]  # with the only thread and the new worker
+    with stopped(queue) as pid:
+        call = await sent(stub, CLIP, EVERYTHING)
+        await until(lambda: queue.jobs == 1 and requests_running() == 1)
+        call.cancel()
+        with awake() as passed_s:
+            await until(lambda: not runs(pid))
+            assert passed_s() < SOON_S
+    assert await serves(stub, CLIP) == [0]  # with the only thread and the new worker
     assert service.queues.replaced == [Fault.ABANDONED]
     service.queues.replaced.clear()
 

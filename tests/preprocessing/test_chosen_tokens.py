@@ -142,15 +142,14 @@ def shared_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-async def test_segments_of_several_workers_are_one_video(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_segments_of_several_workers_are_one_video(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first slice of a segment is scored against the last one of the segment before."""
     monkeypatch.setattr(segments, "_MIN_PX", 0)
     parts: list[int] = []
     split = segments._segments
     monkeypatch.setattr(segments, "_segments", lambda job, _: parts.append(len(made := split(job, 2))) or made)
     long = clip(120, 25, "matroska", "mpeg4", {"g": "10", "bf": "0"}, size=(112, 112))
-    async with service.serving() as stub:
-        await check(stub, video(long, frame_sampling={"fps": 25.0, **SIZE}), 0.5)
+    await check(stub, video(long, frame_sampling={"fps": 25.0, **SIZE}), 0.5)
     assert parts == [2, 2]
 
 

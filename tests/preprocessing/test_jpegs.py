@@ -7,6 +7,7 @@ import gc
 import io
 import time
 from itertools import count
+from typing import Any
 
 import grpc
 import numpy as np
@@ -79,11 +80,10 @@ async def test_the_first_picture_of_a_slow_camera_is_shown_when_it_has_come(
         assert numbers(watched)[:5] == list(range(5))  # FFmpeg takes the end for a cut of a part without a length
 
 
-async def test_clips_of_jpegs_begin_with_the_first(service: Service) -> None:
-    async with service.serving() as stub:
-        watched = await opened(stub, fps=60)
-        await all_of(watched, [jpeg(number) for number in range(3)])
-        assert numbers(watched)[0] == 0
+async def test_clips_of_jpegs_begin_with_the_first(stub: Any) -> None:
+    watched = await opened(stub, fps=60)
+    await all_of(watched, [jpeg(number) for number in range(3)])
+    assert numbers(watched)[0] == 0
 
 
 @pytest.mark.parametrize("media_type", ["image/jpeg", "application/octet-stream"])

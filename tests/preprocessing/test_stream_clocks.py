@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -41,11 +42,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-async def test_clips_go_on_where_their_clock_leaps_or_falls(service: Service, wrong: str) -> None:
+async def test_clips_go_on_where_their_clock_leaps_or_falls(stub: Any, wrong: str) -> None:
     data = stamped(DATA, WRONG[wrong])
-    async with service.serving() as stub:
-        watched = await all_of(await opened(stub), cut(data, (1777,)))
-        assert_shown(watched, DATA, moved_s=WRONG[wrong](0), within_s=1e-4)
+    watched = await all_of(await opened(stub), cut(data, (1777,)))
+    assert_shown(watched, DATA, moved_s=WRONG[wrong](0), within_s=1e-4)
 
 
 async def test_a_film_that_comes_at_once_keeps_its_times(service: Service) -> None:

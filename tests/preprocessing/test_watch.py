@@ -105,25 +105,23 @@ def assert_some_shown(watched: Watched, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("form", STREAMS)
-async def test_the_frames_of_pieces_are_those_of_the_whole_file(service: Service, form: str) -> None:
+async def test_the_frames_of_pieces_are_those_of_the_whole_file(stub: Any, form: str) -> None:
     data = STREAMS[form]
-    async with service.serving() as stub:
-        watched = await all_of(await opened(stub), cut(data, (1, 999, 188, 3, 4001)))
-        assert_shown(watched, data)
-        assert watched.read[-1][0] == len(data)
+    watched = await all_of(await opened(stub), cut(data, (1, 999, 188, 3, 4001)))
+    assert_shown(watched, data)
+    assert watched.read[-1][0] == len(data)
 
 
-async def test_it_says_which_bytes_are_read_once_their_frames_are_sent(service: Service) -> None:
+async def test_it_says_which_bytes_are_read_once_their_frames_are_sent(stub: Any) -> None:
     data = STREAMS["fmp4"]
     half = data.rindex(b"moof") - 4  # a fragment of a second ends there
-    async with service.serving() as stub:
-        watched = await opened(stub)
-        await watched.call.write(WatchRequest(data=data[:half]))
-        while not watched.read:
-            assert await watched.next()
-        assert watched.read == [(half, len(watched.frames))]
-        assert len(watched.frames) >= 4
-        assert_shown(await all_of(watched, [data[half:]]), data)
+    watched = await opened(stub)
+    await watched.call.write(WatchRequest(data=data[:half]))
+    while not watched.read:
+        assert await watched.next()
+    assert watched.read == [(half, len(watched.frames))]
+    assert len(watched.frames) >= 4
+    assert_shown(await all_of(watched, [data[half:]]), data)
 
 
 @pytest.mark.parametrize(
@@ -139,46 +137,43 @@ async def test_it_says_which_bytes_are_read_once_their_frames_are_sent(service: 
     ],
     ids=["comments of no playlist", "a playlist", "a broken header", "an empty piece"],
 )
-async def test_bad_bytes_are_refused_with_their_field(service: Service, pieces: list[bytes], why: str) -> None:
-    async with service.serving() as stub:
-        with pytest.raises(grpc.aio.AioRpcError, match=why) as failed:
-            await all_of(await opened(stub), pieces)
-        assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+async def test_bad_bytes_are_refused_with_their_field(stub: Any, pieces: list[bytes], why: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=why) as failed:
+        await all_of(await opened(stub), pieces)
+    assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_hostile_clock_begins_at_0(service: Service) -> None:
+async def test_a_hostile_clock_begins_at_0(stub: Any) -> None:
     data = bytearray(STREAMS["fmp4"])
     time = data.index(b"tfdt") + 8  # of the first fragment, in 8 bytes
     data[time : time + 8] = (2**61).to_bytes(8)
-    async with service.serving() as stub:
-        watched = await all_of(await opened(stub), [bytes(data)])
-        assert len(watched.frames) > 2
-        assert watched.frames[0][0] == 0
+    watched = await all_of(await opened(stub), [bytes(data)])
+    assert len(watched.frames) > 2
+    assert watched.frames[0][0] == 0
 
 
-async def test_a_decoder_that_crashes_ends_its_stream_alone(service: Service) -> None:
+async def test_a_decoder_that_crashes_ends_its_stream_alone(service: Service, stub: Any) -> None:
     data, before = STREAMS["mpegts"], set(children(os.getpid()))
-    async with service.serving() as stub:
-        crashed = await opened(stub)
-        await crashed.call.write(WatchRequest(data=data[: len(data) // 2]))
-        while not crashed.frames:
-            assert await crashed.next()
-        [worker] = set(children(os.getpid())) - before
-        other = await opened(stub)
-        await other.call.write(WatchRequest(data=data[: len(data) // 2]))
-        while not other.frames:
-            assert await other.next()
-        for url in ("", "http://nobody.test/"):  # which is not looked up
-            with pytest.raises(grpc.aio.AioRpcError, match="2 streams are watched, and no more may be"):
-                await all_of(await opened(stub, url))
-        os.kill(worker, signal.SIGSEGV)
-        # How it ended is not known yet if the next bytes cannot be sent to it.
-        with pytest.raises(grpc.aio.AioRpcError, match=r"data cannot be decoded: its decoder (crashed|process)"):
-            await all_of(crashed)
-        assert_shown(await all_of(other, [data[len(data) // 2 :]]), data)
-        assert service.queues.replaced == [Fault.CRASHED]
-        service.queues.replaced.clear()
-        await until(lambda: set(children(os.getpid())) == before)
+    crashed = await opened(stub)
+    await crashed.call.write(WatchRequest(data=data[: len(data) // 2]))
+    while not crashed.frames:
+        assert await crashed.next()
+    [worker] = set(children(os.getpid())) - before
+    other = await opened(stub)
+    await other.call.write(WatchRequest(data=data[: len(data) // 2]))
+    while not other.frames:
+        assert await other.next()
+    for url in ("", "http://nobody.test/"):  # which is not looked up
+        with pytest.raises(grpc.aio.AioRpcError, match="2 streams are watched, and no more may be"):
+            await all_of(await opened(stub, url))
+    os.kill(worker, signal.SIGSEGV)
+    # How it ended is not known yet if the next bytes cannot be sent to it.
+    with pytest.raises(grpc.aio.AioRpcError, match=r"data cannot be decoded: its decoder (crashed|process)"):
+        await all_of(crashed)
+    assert_shown(await all_of(other, [data[len(data) // 2 :]]), data)
+    assert service.queues.replaced == [Fault.CRASHED]
+    service.queues.replaced.clear()
+    await until(lambda: set(children(os.getpid())) == before)
 
 
 # --- by URL -----------------------------------------------------------------------------------------------------
