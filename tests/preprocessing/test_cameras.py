@@ -7,7 +7,6 @@ import base64
 import ctypes
 import gc
 import hashlib
-import io
 import os
 import re
 import signal
@@ -25,7 +24,6 @@ import av
 import grpc
 import numpy as np
 import pytest
-from PIL import Image
 
 from gridsieve.common.contract.errors import MediaRejected, StartupError
 from gridsieve.services.preprocessing.fetch import login as logins
@@ -36,7 +34,17 @@ from gridsieve.services.preprocessing.workers.process import Fault
 from gridsieve.services.preprocessing.workers.stream_room import StreamRoom
 from tests.cameras import camera, played
 from tests.certificates import Authority, self_signed
-from tests.preprocessing.media_server import Resolver, forever, head, policy, redirect, serving
+from tests.preprocessing.media_server import (
+    MULTIPART,
+    Resolver,
+    forever,
+    head,
+    jpeg,
+    part_of,
+    policy,
+    redirect,
+    serving,
+)
 from tests.preprocessing.service import Service, refused
 from tests.preprocessing.test_watch import Watched, all_of, opened
 
@@ -370,9 +378,6 @@ async def test_a_decoder_that_was_taken_over_is_ended_and_reaches_nothing(
 
 @pytest.mark.parametrize("scheme", ["Basic", "Digest", "Digest nonsense"])
 async def test_pictures_by_http_may_ask_for_a_password(service: Service, scheme: str) -> None:
-    file = io.BytesIO()
-    Image.new("RGB", (64, 48)).save(file, "JPEG")
-    picture = file.getvalue()
     asked: list[str] = []
     left = asyncio.Event()
 
@@ -389,11 +394,7 @@ async def test_pictures_by_http_may_ask_for_a_password(service: Service, scheme:
             finally:
                 left.set()
         await left.wait()
-        writer.write(head(200, "Content-Type: multipart/x-mixed-replace; boundary=next"))
-        for _ in range(3):
-            writer.write(
-                b"--next\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n%b\r\n" % (len(picture), picture)
-            )
+        writer.write(head(200, MULTIPART) + b"".join(part_of(jpeg(number)) for number in range(3)))
 
     async with serving(answer) as server, service.serving(server) as stub:
         watched = await all_of(await opened(stub, f"http://us%20er:p%40ss@clip.test:{server.port}/x?y=1"))

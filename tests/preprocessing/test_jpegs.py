@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import io
 import time
 from itertools import count
 from typing import Any
@@ -12,9 +11,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from PIL import Image
 
-from tests.preprocessing.media_server import head, ok, serving
+from tests.preprocessing.media_server import MULTIPART, head, jpeg, ok, serving
 from tests.preprocessing.service import Service, refused
 from tests.preprocessing.test_watch import Watched, all_of, opened
 
@@ -23,25 +21,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 FPS = 5
 
 
-def jpeg(number: int) -> bytes:
-    """A gray picture of that number's level, which holds a smaller one, as those of cameras do."""
-    file, small = io.BytesIO(), io.BytesIO()
-    Image.new("L", (8, 8)).save(small, "JPEG")
-    Image.new("RGB", (64, 48), (level(number),) * 3).save(file, "JPEG", comment=small.getvalue())
-    return file.getvalue()
-
-
-def level(number: int) -> int:
-    return 20 + 10 * (number % 20)
-
-
 def numbers(watched: Watched) -> list[int]:
     return [round((float(np.mean(pixels)) - 20) / 10) for _, pixels in watched.frames]
 
 
 LENGTH = b"Content-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n"
 NO_LENGTH = b"Content-Type: image/jpeg\r\n\r\n"
-MULTIPART = "Content-Type: multipart/x-mixed-replace;boundary=next"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import signal
 from collections.abc import Sequence
@@ -13,12 +12,11 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from PIL import Image
 
 from gridsieve.services.preprocessing.workers.process import Fault
 from gridsieve.v1.preprocessing_pb2 import WatchOpen, WatchRequest
 from tests import media
-from tests.preprocessing.media_server import head, ok, redirect, serving
+from tests.preprocessing.media_server import MULTIPART, head, jpeg, ok, part_of, redirect, serving
 from tests.preprocessing.service import Service, refused
 from tests.preprocessing.worker_jobs import until
 from tests.processes import children
@@ -197,14 +195,11 @@ async def test_a_stream_by_http_is_watched_to_its_end(service: Service) -> None:
 
 async def test_pictures_by_http_have_the_times_at_which_they_come(service: Service) -> None:
     """MJPEG, as cameras send it to browsers. FFmpeg's own times would be those of 25 frames a second."""
-    file = io.BytesIO()
-    Image.new("RGB", (64, 48)).save(file, "JPEG")
-    part = b"--next\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n%b\r\n"
 
     async def answer(writer: asyncio.StreamWriter) -> None:
-        writer.write(head(200, "Content-Type: multipart/x-mixed-replace; boundary=next"))
-        for _ in range(5):
-            writer.write(part % (file.tell(), file.getvalue()))
+        writer.write(head(200, MULTIPART))
+        for number in range(5):
+            writer.write(part_of(jpeg(number)))
             await writer.drain()
             await asyncio.sleep(0.3)
 
