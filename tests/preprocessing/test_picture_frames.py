@@ -18,7 +18,6 @@ from PIL import Image
 from gridsieve.services.preprocessing.planner import PlannedPrompt
 from gridsieve.services.preprocessing.video.slices import PlannedVideo
 from gridsieve.v1 import prompt_pb2
-from gridsieve.v1.preprocessing_pb2 import PreprocessRequest
 from tests import media
 from tests.preprocessing import planning
 from tests.preprocessing.preprocessing_media import clip, decoded_in_order, transformers_video_processor
@@ -151,23 +150,6 @@ service_test = pytest.mark.asyncio(loop_scope="session")
 def video_of(pictures: Sequence[bytes], times_s: Sequence[float], **sampling: Any) -> prompt_pb2.Part:
     frames = prompt_pb2.PictureFrames(pictures=pictures, timestamps_s=times_s)
     return video(frames=frames, frame_sampling=prompt_pb2.FrameSampling(**sampling))
-
-
-@service_test
-async def test_workers_send_the_pixels_of_a_file_and_pictures_may_follow_the_prompt(stub: Any) -> None:
-    data = clip(12, rate=4)
-    pictures, times_s = pictures_of(data), [number / 4 for number in range(12)]
-    sizes = prompt_pb2.PictureFrames(sizes_bytes=map(len, pictures), timestamps_s=times_s)
-    announced = prompt_of(video(data, frame_sampling={"fps": 4.0}), video_of(pictures, times_s), video(frames=sizes))
-    joined = b"".join(pictures)
-    pieces = [PreprocessRequest(file={"data": joined[at : at + 1000]}) for at in range(0, len(joined), 1000)]
-    call = await asked(stub, announced, *pieces, EVERYTHING)
-    planned = await plan_of(call)
-    frames, repaired = await frames_of(call, planned)
-    assert repaired == 0
-    assert np.array_equal(frames[0], frames[1])
-    assert np.array_equal(frames[1], frames[2])
-    assert planned.media[1].content_hash == planned.media[2].content_hash
 
 
 @service_test
