@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -160,7 +159,7 @@ async def test_a_service_can_be_called_as_soon_as_it_listens_although_its_readin
     replica = Replica(sockets[0])
     async with open_channel(replica.address, health=READY) as watched:
         reaches = Reach(watched)
-        for _ in range(25):  # what was tried in vain is tried again after up to a second
+        for _ in range(15):  # what was tried in vain is tried again after up to a second
             assert not reaches()
             await asyncio.sleep(0.1)
         async with running(replica), open_channel(replica.address, by_media=True) as channel:
@@ -248,16 +247,6 @@ async def test_a_lost_replica_does_not_fail_the_calls_about_its_media(tmp_path: 
         async with running(replicas[1]):
             assert all(await asked(channel, replicas, *keys))
         assert await asked(channel, replicas, *keys) == [len(keys), 0]
-
-
-@pytest.mark.deep
-async def test_a_thousand_clips_are_shared_evenly_among_three_replicas(tmp_path: Path) -> None:
-    for addresses in ([f"unix:{tmp_path}/{name}" for name in "abc"], [f"127.0.0.1:{free_port()}" for _ in range(3)]):
-        replicas = [Replica(each) for each in addresses]
-        async with running(*replicas), open_channel(",".join(addresses), by_media=True) as channel:
-            shares = await asked(channel, replicas, *(secrets.token_hex(16) for _ in range(1000)))
-            print(f"calls of a thousand clips: {shares}")
-            assert max(shares) <= 1.5 * 1000 / 3
 
 
 async def test_retries_are_limited_in_number_and_by_a_budget(sockets: tuple[str, str]) -> None:

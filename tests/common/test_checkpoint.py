@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -87,26 +84,15 @@ def test_a_truncated_file_and_a_folder_that_does_not_exist_are_refused(copy: Pat
         Checkpoint.find(tmp_path / "nowhere")
 
 
-def test_a_repository_is_found_in_the_cache_of_hugging_face_and_offline_only_there(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    snapshot = tmp_path / "hub" / "models--a--b" / "snapshots" / "0123"
-    snapshot.parent.mkdir(parents=True)
-    shutil.copytree(tiny_checkpoint, snapshot)
-    (tmp_path / "hub" / "models--a--b" / "refs").mkdir()
-    (tmp_path / "hub" / "models--a--b" / "refs" / "main").write_text("0123")
-    script = (
-        "import sys; from pathlib import Path; from gridsieve.common.checkpoint import Checkpoint; "
-        "found = Checkpoint.find(Path(sys.argv[1])); print(found.folder, found.name)"
-    )
-    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+def test_a_repository_that_cannot_be_downloaded_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in the cache is served without a connection in integration/test_serve.py."""
 
-    def find(repository: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", script, repository]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    def fail(*_: object, **__: object) -> str:
+        raise OSError("no route")
 
-    assert find("a/b").stdout.split() == [str(snapshot), "a/b"]
-    assert "could not be downloaded from Hugging Face" in find("a/other").stderr
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(StartupError, match=r"a/b is not a folder, and could not be downloaded .*: no route"):
+        Checkpoint.find(Path("a/b"))
 
 
 def test_weights_are_those_of_the_files_that_the_index_names_and_without_one_of_model_safetensors(copy: Path) -> None:

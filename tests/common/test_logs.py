@@ -37,18 +37,6 @@ def logged(code: str, log_level: str = "info", status: int = 0) -> list[dict[str
     return [json.loads(line) for line in printed(code, log_level=log_level, status=status).splitlines()]
 
 
-def test_an_event_is_a_json_line_with_its_service_and_request_and_those_below_the_level_are_dropped() -> None:
-    code = """
-structlog.contextvars.bind_contextvars(request_id="mine")
-log.info("request ended", code="OK", seconds=0.5)
-log.debug("dropped")
-"""
-    (line,) = logged(code)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z", line.pop("timestamp"))
-    expected = {"event": "request ended", "level": "info", "service": "encoder", "code": "OK", "seconds": 0.5}
-    assert line == {**expected, "request_id": "mine"}
-
-
 def test_the_console_format_has_columns_without_local_variables() -> None:
     code = """
 log.info("serving", listen="here")
@@ -84,14 +72,20 @@ warnings.warn("old")
     assert {line["service"] for line in (*libraries, warned)} == {"encoder"}
 
 
-def test_uncaught_exceptions_of_threads_and_of_the_process_are_logged() -> None:
+def test_events_from_the_level_on_and_uncaught_exceptions_of_threads_and_of_the_process_are_lines_of_json() -> None:
     code = """
+structlog.contextvars.bind_contextvars(request_id="mine")
+log.info("request ended", code="OK", seconds=0.5)
+log.debug("dropped")
 thread = threading.Thread(target=lambda: 1 / 0)
 thread.start()
 thread.join()
 1 / 0
 """
-    lines = logged(code, status=1)
+    event, *lines = logged(code, status=1)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z", event.pop("timestamp"))
+    expected = {"event": "request ended", "level": "info", "service": "encoder", "code": "OK", "seconds": 0.5}
+    assert event == {**expected, "request_id": "mine"}
     assert [line["event"] for line in lines] == ["a bug ended a thread", "a bug ended the process"]
     assert {line["level"] for line in lines} == {"critical"}
     assert all(line["exception"].endswith("ZeroDivisionError: division by zero") for line in lines)

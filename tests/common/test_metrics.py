@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,12 +9,7 @@ import grpc
 import pytest
 from prometheus_client import REGISTRY
 
-from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract import errors
-from gridsieve.common.process import free_port
-from gridsieve.common.serving.guards import serve_metrics
-from gridsieve.common.serving.settings import ServiceSettings
-from gridsieve.common.telemetry.metrics import begin
 from gridsieve.v1.encoder_pb2 import EncodeResponse
 from tests.common.guarded_service import Echo, ask, refusal
 from tests.common.loopback import eventually, serving
@@ -50,12 +44,3 @@ async def test_a_refusal_is_counted_once_by_its_reason(
         assert (await refusal(ask(channel)))[0] is grpc.StatusCode[code]
         await eventually(lambda: counted()[0] > requests)
     assert counted() == (requests + 1, refusals + 1)
-
-
-def test_metrics_name_the_model(tiny_checkpoint: Path) -> None:
-    begin("encoder", "Unheard", Checkpoint(tiny_checkpoint), ("traffic-7b",))
-    port = free_port()
-    serve_metrics(ServiceSettings(listen="127.0.0.1:1", metrics_port=port))
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
-        assert 'gridsieve_model_info{device="",dtype="",family="qwen2_5_vl"' in (text := answer.read().decode())
-    assert 'model="traffic-7b"' in text

@@ -17,15 +17,12 @@ from gridsieve.common.security.quotas import ClientQuotas
 from gridsieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
 from tests.certificates import Authority
 from tests.common.guarded_service import (
-    ALICE,
-    BOB,
     Echo,
     GuardedService,
     ask,
     guarded,
     refusal,
     select,
-    shown,
     tcp_address,
 )
 from tests.common.loopback import TIMEOUT_S, eventually
@@ -55,19 +52,6 @@ def prompt(size_bytes: int) -> encoder_pb2.EncodeRequest:
     image.data = bytes(size_bytes)
     image.data = bytes(2 * size_bytes - request.ByteSize())
     return request
-
-
-async def test_a_request_above_the_quota_is_refused_and_other_clients_are_served(tmp_path: Path, tokens: Path) -> None:
-    async with service(tmp_path, auth_tokens_file=tokens, max_requests_per_client=2) as (_, channel):
-        held = [await running_call(channel, **shown(ALICE)) for _ in range(2)]
-        assert await refusal(ask(channel, **shown(ALICE))) == (
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            "OVERLOADED",
-            "alice has 2 requests running, --max-requests-per-client is 2",
-        )
-        assert await ask(channel, 3, **shown(BOB)) == 3
-        for call in held:
-            call.cancel()
 
 
 @pytest.mark.parametrize("end", ["finished", "cancelled", "failed", "vanished"])

@@ -72,13 +72,14 @@ async def serving(
     drain_s: float = 5,
     well: Callable[[], bool] = lambda: True,
     peer: Peer | None = None,
+    broken: asyncio.Event | None = None,
     step: StepWatch | None = None,
     **other: Any,
 ) -> AsyncIterator[tuple[grpc.aio.Channel, asyncio.Task[ExitStatus]]]:
     settings = ServiceSettings(**{"listen": f"unix:{folder}/s", "metrics_port": 0, "drain_s": drain_s, **other})
     register = partial(encoder_pb2_grpc.add_EncoderServiceServicer_to_server, peer or Peer())
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    task = asyncio.create_task(serve(SERVICE, settings, register, well, step=step))
+    task = asyncio.create_task(serve(SERVICE, settings, register, well, broken, step=step))
     try:
         async with open_channel(settings.listen) as channel:
             await asyncio.wait_for(channel.channel_ready(), 10)
@@ -222,6 +223,14 @@ async def test_health_and_its_metric_follow_the_service(tmp_path: Path) -> None:
             well[0] = now
             await becomes(status, prober)
             assert REGISTRY.get_sample_value("gridsieve_serving") == now
+
+
+async def test_a_service_that_can_never_work_again_ends_with_failed(tmp_path: Path) -> None:
+    """When it is: generation/test_engine.py, encoder/test_batcher.py; whole: integration/test_encoder_ranks.py."""
+    broken = asyncio.Event()
+    async with serving(tmp_path, broken=broken) as (_, task):
+        broken.set()
+        assert await asyncio.wait_for(task, 10) is ExitStatus.FAILED
 
 
 async def test_a_late_step_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from benchmarks.clips import another_file, another_path, clip
 from benchmarks.gpu.operations import decode_operations, prefill_operations
 from benchmarks.processes import cpu_s, resident_bytes, tree
 from benchmarks.table import Row, table
@@ -20,8 +19,6 @@ from demo.checkpoint import TINY, make_config, make_tokenizer, write_checkpoint
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.model.language_model import LanguageModel
-from gridsieve.services.preprocessing.sources.source import bytes_source
-from gridsieve.services.preprocessing.video.packets import read_packets
 
 # A child process that starts a grandchild, which uses 64 MiB and 0.2 s of processor time, prints a line and waits.
 COSTLY = """
@@ -64,16 +61,6 @@ def test_costs_of_a_process_include_its_descendants() -> None:
     while resident_bytes(process.pid) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert (resident_bytes(process.pid), cpu_s(process.pid)) == (0, 0)
-
-
-def test_another_file_has_the_same_packets_in_different_bytes(tmp_path: Path) -> None:
-    data = clip(9, 64, 96, keyframe_every=3)
-    first, second = another_file(data), (tmp_path / another_path(tmp_path, data)).read_bytes()
-    assert len({data, first, second}) == 3
-    indices = [read_packets(bytes_source("clip", each)) for each in (data, first, second)]
-    assert indices[0] == indices[1] == indices[2]
-    assert len(indices[0].keyframes) == 3
-    assert len(another_file(data, 10_000)) == 10_000
 
 
 def test_operations_agree_with_torchs_count(tmp_path: Path) -> None:

@@ -16,12 +16,8 @@ from demo.model import (
     Prompt,
     PromptWriter,
     answer_logits,
-    embed,
-    prune,
-    use_uniform_windows,
 )
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.services.preprocessing.prompt.positions import GridSpan
 
 GRID = Grid(3, 4, 4)
@@ -56,46 +52,6 @@ def test_a_written_checkpoint_loads_without_a_missing_key(tmp_path: Path, shape:
 def test_the_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerFast) -> None:
     text = "What moves? naïve 日本 it's 42\n\n  x🙂 \t"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_training_prompts_equal_the_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    writer = PromptWriter(tokenizer)
-    branch = writer.branch("What moves?", "the red circle")
-    ids = [*writer.before("Be brief."), *tokenizer("<|video_pad|><|vision_end|>")["input_ids"], *branch.ids]
-    turns = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What moves?"}]},
-        {"role": "assistant", "content": "the red circle"},
-    ]
-    assert tokenizer.decode(ids) + "\n" == tokenizer.apply_chat_template(turns, tokenize=False)
-    asked = tokenizer.apply_chat_template(turns[:2], tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(ids[: len(ids) - len(branch.ids) + branch.answer_at]) == asked
-
-
-def test_uniform_windows_do_not_change_the_towers_output(folder: Path) -> None:
-    clips = torch.randint(0, 256, (2, 6, 3, 112, 112), dtype=torch.uint8)
-    slow = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-    expected = embed(slow, clips)
-    use_uniform_windows(slow)
-    torch.testing.assert_close(embed(slow, clips), expected, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_a_branch_has_the_logits_that_it_has_alone(
-    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    writer = PromptWriter(tokenizer)
-    embeds = torch.randn(2, GRID.tokens, TINY.hidden)
-    kept = prune(embeds, GRID, ItemPruning(0.5))
-    branches = (writer.branch("What moves?", "the red circle"), writer.branch("How many?", "two"))
-    prompts = [Prompt(writer.before(), branches), Prompt(writer.before("Be brief."), branches[::-1])]
-    together = _told(model, embeds, kept, prompts, writer)
-    alone = [
-        _told(model, embeds[[row]], kept[[row]], [Prompt(prompt.before, (branch,))], writer)
-        for row, prompt in enumerate(prompts)
-        for branch in prompt.branches
-    ]
-    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -16,10 +16,9 @@ from demo.augment import Change, changed
 from demo.clips import FRAMES, SIDE_PX, sample
 from demo.drawing import encode
 from demo.example import QUESTIONS, SCENE
-from demo.lessons import dense_labels
 from demo.questions import questions_about
-from demo.scenes import KINDS, Camera, Motion, Scene, Thing, random_scene
-from demo.wordings import COLOURS, WORDINGS
+from demo.scenes import KINDS, Motion, Scene, Thing, random_scene
+from demo.wordings import WORDINGS
 
 NO_CHANGE = Change(False, False, False, False, (0, 1, 2))
 
@@ -117,25 +116,3 @@ def test_an_augmented_clip_shows_its_augmented_scene(change: Change, direction: 
         red, green, blue = clip[index, :, y, x].tolist()
         assert {"red": red, "green": green, "blue": blue}[colour] > 150
         assert sorted((red, green, blue))[1] < 90
-
-
-def test_an_augmented_pan_shows_its_objects_where_the_scene_says() -> None:
-    camera = Camera(-0.1, 0.0, Motion("right", 2.0, 12.0, 0.3))
-    original = replace(scene_of(Thing("red", "circle", 0.5, 0.3, 0.15)), background="checks", camera=camera)
-    clip = torch.from_numpy(sample(encode(original)))
-    for change in (NO_CHANGE, Change(True, True, False, True, (2, 0, 1)), Change(True, False, True, True, (0, 1, 2))):
-        scene, augmented = changed(original, clip, change)
-        (thing,) = scene.things
-        for index in (0, 12, FRAMES - 1):
-            x, y = (int(share * SIDE_PX) for share in scene.place_at(thing, index / 2))
-            brightest = augmented[index, :, y, x].argmax()
-            assert ("red", "green", "blue")[int(brightest)] == thing.colour
-
-
-def test_dense_labels_name_the_object_on_each_token() -> None:
-    labels = dense_labels(one_mover(), [0, 3]).view(2, 4, 4, 4)
-    # The last: row 1 and column 0 of four by four.
-    red_circle_still = [1 + COLOURS.index("red"), 1, 1, 1 + 1 * 4 + 0]
-    assert labels[0, 0, 0].tolist() == red_circle_still
-    assert labels[0, 3, 0].tolist() == [0, 0, 0, 0]
-    assert (labels[1, :2, :, 2] == 2 + 1).any(), "the circle moves right in slice 3"

@@ -24,17 +24,17 @@ def build(folder: Path) -> list[Manifest]:
 
 
 def _applied(folder: Path, manifests: list[Manifest]) -> list[Manifest]:
-    told = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    (told,) = _read(folder / "kustomization.yaml")
     unknown = told.keys() - _KNOWN
     assert not unknown, f"{folder}: this renderer does not know {unknown}"
     for name in told.get("resources", ()):
         path = folder / name
-        manifests += build(path) if path.is_dir() else list(yaml.safe_load_all(path.read_text()))
+        manifests += build(path) if path.is_dir() else _read(path)
     for name in told.get("components", ()):
         manifests = _applied(folder / name, manifests)
     for patch in told.get("patches", ()):
         assert patch.keys() == {"path"}, f"{folder}: patches are files here, got {patch}"
-        manifests = _patched(manifests, yaml.safe_load((folder / patch["path"]).read_text()))
+        manifests = _patched(manifests, *_read(folder / patch["path"]))
     for label in told.get("labels", ()):
         assert label.keys() == {"pairs", "includeTemplates"}
         for each in manifests:
@@ -43,6 +43,10 @@ def _applied(folder: Path, manifests: list[Manifest]) -> list[Manifest]:
         if "namespace" in told and each["kind"] not in _WITHOUT_NAMESPACE:
             each["metadata"]["namespace"] = told["namespace"]
     return manifests
+
+
+def _read(path: Path) -> list[Any]:
+    return list(yaml.load_all(path.read_text(), Loader=yaml.CSafeLoader))  # ten times as fast as in Python
 
 
 def _label(manifest: Manifest, pairs: dict[str, str]) -> None:

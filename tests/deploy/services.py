@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ SETTINGS: Mapping[str, type[ServiceSettings]] = {
 DEPLOYED: Mapping[str, type[ListenerSettings]] = {**SETTINGS, "gateway": GatewaySettings}
 
 
+@cache
 def compose(name: str = "docker-compose.yml") -> dict[str, Any]:
     """The services of a compose file."""
     return dict(yaml.safe_load((ROOT / name).read_text())["services"])

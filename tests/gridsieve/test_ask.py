@@ -148,7 +148,6 @@ def test_an_address_of_something_else_is_reported_with_what_to_change(gridsieve:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("ask", "?", "--pruning-rate", "nan"), "nan"),
         (("ask", "?", "--pruning-rate", "1"), "--pruning-rate must be at least 0 and below 1, got 1.0"),
         (
             ("ask", "?", "--pruning-method", "magic"),

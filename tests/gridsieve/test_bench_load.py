@@ -100,10 +100,8 @@ class FakeClient:
 
     def __init__(self, script: list[Any]) -> None:
         self.script = script
-        self.options: dict[str, Any] = {}
 
     async def events(self, messages: Sequence[Message], options: Options) -> AsyncGenerator[Event]:
-        self.options = dict(options)
         for step in self.script:
             if isinstance(step, float):
                 await asyncio.sleep(step)
@@ -132,13 +130,6 @@ def test_latencies_count_from_when_a_request_was_due() -> None:
     assert record.time_per_output_token_s == pytest.approx((0.2 + 0.05) / 2, abs=1e-6)
     assert record.total_s == pytest.approx(2.4, abs=1e-6)
     assert (record.usage, record.timings) == (USAGE, FINISHED.timings)
-
-
-def test_a_request_has_the_settings_of_the_run() -> None:
-    client = FakeClient([FINISHED])
-    run(measured(client))
-    pruned = {"pruning_rate": 0.5, "pruning_method": "random", "pruning_threshold": None}
-    assert client.options == {**pruned, "timeout_s": 9.0, "max_new_tokens": 64}
 
 
 @pytest.mark.parametrize(

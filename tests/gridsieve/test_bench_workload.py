@@ -82,8 +82,12 @@ def decoded(clip: bytes) -> np.ndarray:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
-def test_a_clip_has_its_length_and_size_and_the_same_frames_with_new_bytes_when_stamped() -> None:
-    film = clips()[0]
+@pytest.fixture(scope="module")
+def film() -> bytes:
+    return clips()[0]
+
+
+def test_a_clip_has_its_length_and_size_and_the_same_frames_with_new_bytes_when_stamped(film: bytes) -> None:
     seconds, width, height = KINDS[0]
     first, second = stamped(film), stamped(film)
     assert len({film, first, second}) == 3
@@ -91,8 +95,7 @@ def test_a_clip_has_its_length_and_size_and_the_same_frames_with_new_bytes_when_
     assert np.array_equal(decoded(first), decoded(film))
 
 
-def test_mp4_files_of_a_workload_are_made_unique_and_others_are_left(tmp_path: Path) -> None:
-    film = clips()[0]
+def test_mp4_files_of_a_workload_are_made_unique_and_others_are_left(tmp_path: Path, film: bytes) -> None:
     (tmp_path / "clip.mp4").write_bytes(film)
     (tmp_path / "clip.mkv").write_bytes(b"no boxes")
     parts = (Video(tmp_path / "clip.mp4"), Video(tmp_path / "clip.mkv"), Image(tmp_path / "photo.png"), Text("?"))

@@ -59,15 +59,6 @@ def test_every_slice_has_a_place_on_the_sheet() -> None:
     assert (np.asarray(sheet)[:, -1] == PAPER).all()
 
 
-def test_a_short_last_group_is_drawn_as_it_is() -> None:
-    grid = Grid(2, 1, 1)
-    kept = np.arange(2, dtype=np.int32)
-    shown = [
-        pixels_of(contact_sheet(red_frames(count), grid, kept, (), "clip.mp4", "", 3), RED).sum() for count in (6, 4)
-    ]
-    assert shown[1] / shown[0] == pytest.approx(4 / 6, abs=0.01)
-
-
 @pytest.mark.parametrize(
     ("source", "tile", "columns", "rows"),
     [((28, 84), (56, 42), 4, 2), ((42, 42), (42, 42), 1, 2)],

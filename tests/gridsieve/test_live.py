@@ -20,7 +20,7 @@ from typer.testing import Result
 from gridsieve.v1.generation_pb2 import LiveAsk, LiveFrame
 from tests import media
 from tests.gridsieve.fake_services import FakeServices
-from tests.preprocessing.preprocessing_media import B_FRAMES, clip, number_of, picture_of, shifted, sound
+from tests.preprocessing.preprocessing_media import B_FRAMES, clip, number_of, picture_of, shifted
 
 FILM = clip(30, 10, options=B_FRAMES)
 
@@ -54,8 +54,6 @@ def play(gridsieve: Run, address: str, tmp_path: Path, monkeypatch: pytest.Monke
     [
         (FILM, 10, range(0, 30, 5)),
         (ts(20) + ts(30), 10, (0, 5, 10, 15, 0, 5, 10, 15, 20, 25)),  # joined recordings
-        # Some stamps are wrong by hours; then the rest of the film follows.
-        (ts(20) + shifted(ts(5), "mpegts", Fraction(5 * 3600)) + ts(15), 10, (0, 5, 10, 15, 0, 0, 5, 10)),
         (shifted(clip(40, 10, options=B_FRAMES), "matroska", Fraction(-2)), 10, range(0, 40, 5)),  # times below 0
         (clip(50, 25, "h264", options=B_FRAMES), 25, (0, 13, 25, 38)),  # no times at all
     ],
@@ -142,7 +140,6 @@ def test_the_question_is_asked_with_the_schema_of_its_answers(
 @pytest.mark.parametrize(
     ("film", "text"),
     [
-        (sound(), "has no video stream, only audio"),
         (b"text", "cannot be read as an image or a video: Invalid data found when processing input"),
         (media.picture(64, 48), "is a picture, not a video; gridsieve ask takes pictures"),
         (FILM[: len(FILM) // 2], "cannot be read as an image or a video"),  # its index was at its end

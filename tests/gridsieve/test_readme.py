@@ -1,4 +1,4 @@
-"""The README's commands, word for word, in a copy of the checkout: each works as it stands."""
+"""The README's commands, word for word: each works as it stands."""
 
 from __future__ import annotations
 
@@ -51,30 +51,6 @@ def commands() -> Iterator[str]:
                 command = ""
 
 
-def installed(folder: Path) -> None:
-    """What `make setup` would install: the environment of the tests, by hard links, and the generated code."""
-    environment = folder / ".venv"
-    shutil.copytree(sys.prefix, environment, symlinks=True, copy_function=linked)
-    names = [*environment.glob("bin/*"), environment / "pyvenv.cfg", *environment.rglob("__editable__*gridsieve*")]
-    for path in (path for path in names if path.is_file() and not path.is_symlink()):
-        content = path.read_bytes()
-        path.unlink()  # the other link stays as it is
-        for ours, theirs in ((sys.prefix, environment), (ROOT, folder)):
-            content = content.replace(os.fsencode(ours), os.fsencode(theirs))
-        path.write_bytes(content)
-        path.chmod(0o755)
-    shutil.copytree(ROOT / "gridsieve/v1", folder / "gridsieve/v1")
-    for name in (".venv/.installed", "gridsieve/v1/.generated"):
-        (folder / name).touch()
-
-
-def linked(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # of another file system
-        shutil.copy2(source, target)
-
-
 @pytest.mark.parametrize(
     "ready",
     [
@@ -83,11 +59,15 @@ def linked(source: str, target: str) -> None:
     ],
 )
 def test_the_first_commands_of_the_readme_work_as_they_stand(tmp_path: Path, ready: bool) -> None:
-    """Ready: without `make demo`, which installs everything. test_demo.py of integration/ runs what it shows."""
+    """Ready: in the environment of the tests, without `make demo`, which installs everything, in a copy of the
+    checkout. test_demo.py of integration/ runs what it shows."""
     folder = tmp_path / "gridsieve"
-    copy_to(folder)
     if ready:
-        installed(folder)
+        for name in ("demo", "examples"):
+            shutil.copytree(ROOT / name, folder / name)
+        (folder / ".venv").symlink_to(sys.prefix)
+    else:
+        copy_to(folder)
     asked = list(commands())[1:10] if ready else list(commands())[:12]
     script = ["set -e"]
     for command in asked:

@@ -20,23 +20,6 @@ from tests.gridsieve.checkout import ROOT, copy_to, files
 # Packages of this checkout and of the tests' own environment must not be found.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
-TYPED = """
-from typing import assert_type
-from gridsieve import Answer, GridsieveClient, GridsieveError, Overloaded, Pruning, Video
-
-async def ask(client: GridsieveClient) -> None:
-    try:
-        answer = await client.ask(Video("clip.mp4", pruning=Pruning(0.5)), "What moves?")
-        assert_type(answer, Answer)
-        assert_type(answer.text, str)
-    except Overloaded as error:
-        assert_type(error.retry_after_s, float)
-    except GridsieveError as error:
-        assert_type((error.field, error.value), tuple[str | None, str | None])
-        assert_type((error.limit, error.remedy), tuple[str | None, str | None])
-    assert_type(Pruning(0.5).rate, float | None)
-"""
-
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -113,17 +96,6 @@ def test_the_wheel_holds_every_file_of_its_packages_and_the_code_of_the_protos(w
     expected = {*own, *demo, *generated, "gridsieve/v1/__init__.py"}
     held = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert held == expected
-
-
-@pytest.mark.deep  # `make lint` checks the names in the sources
-def test_a_type_checker_knows_the_names_of_the_installed_package(unpacked: Run, tmp_path: Path) -> None:
-    (tmp_path / "typed.py").write_text(TYPED)
-    python = unpacked("python", "-c", "import sys; print(sys.executable)").stdout.strip()
-    mypy = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", os.devnull, "--python-executable", python]
-    checked = subprocess.run(
-        [*mypy, "typed.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
-    assert (checked.returncode, checked.stdout) == (0, "Success: no issues found in 1 source file\n")
 
 
 def test_the_package_is_imported_beside_modules_of_the_names_of_its_folders(unpacked: Run, tmp_path: Path) -> None:

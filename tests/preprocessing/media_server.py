@@ -1,9 +1,10 @@
-"""HTTP servers on loopback that send exact bytes, a fake resolver, and fetches from them."""
+"""HTTP servers on loopback that send exact bytes or a camera's pictures, a fake resolver, and fetches from them."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -11,10 +12,13 @@ from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from PIL import Image
+
 from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
 from gridsieve.services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from tests.preprocessing.worker_jobs import open_paths
 
+MULTIPART = "Content-Type: multipart/x-mixed-replace;boundary=next"
 BODY = bytes(range(256)) * 1024
 Behaviour = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
@@ -120,6 +124,19 @@ async def fetched(server: Server, resolver: Resolver | None = None, **limits: fl
     assert source.digest == hashlib.sha256(data).digest()
     assert source.name == "video"
     return data
+
+
+def jpeg(number: int) -> bytes:
+    """A picture of a camera, grey of the level 20 + 10 · number, which holds a smaller one."""
+    file, small = io.BytesIO(), io.BytesIO()
+    Image.new("L", (8, 8)).save(small, "JPEG")
+    Image.new("RGB", (64, 48), (20 + 10 * (number % 20),) * 3).save(file, "JPEG", comment=small.getvalue())
+    return file.getvalue()
+
+
+def part_of(picture: bytes) -> bytes:
+    """A JPEG as a part of MULTIPART."""
+    return b"--next\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n%b\r\n" % (len(picture), picture)
 
 
 async def forever(writer: asyncio.StreamWriter, piece: bytes, every_s: float = 0.0) -> None:

@@ -54,13 +54,6 @@ def hang(task: Task) -> Generator[Piece, None, None]:
     yield Piece({})  # type: ignore[unreachable]
 
 
-def grow(task: Task) -> Generator[Piece, None, None]:
-    held = []
-    while True:
-        held.append(np.ones(MIB))
-    yield Piece({})  # type: ignore[unreachable]
-
-
 def end(task: Task) -> Generator[Piece, None, None]:
     os._exit(3)
     yield Piece({})  # type: ignore[unreachable]
@@ -127,5 +120,5 @@ def _is_open(descriptor: int) -> bool:
 
 
 def main() -> None:
-    own: dict[str, Any] = {each.__name__: each for each in (count, crash, hang, grow, end, bug, fork, say, confined)}
+    own: dict[str, Any] = {each.__name__: each for each in (count, crash, hang, end, bug, fork, say, confined)}
     worker.main({**worker.JOBS, **own})

@@ -19,8 +19,6 @@ from gridsieve.services.preprocessing.planner import Planner
 from gridsieve.services.preprocessing.workers import worker_pool
 from gridsieve.services.preprocessing.workers.process import Fault
 from tests.awake import SOON_S, awake
-from tests.preprocessing.media_server import fetched_files, forever, head, url_of
-from tests.preprocessing.media_server import serving as web_server
 from tests.preprocessing.preprocessing_media import clip
 from tests.preprocessing.service import EVERYTHING, Service, prompt_of, sent, serves, stopped, video
 from tests.preprocessing.worker_jobs import open_paths, until
@@ -35,33 +33,22 @@ def requests_running() -> float:
     return REGISTRY.get_sample_value("gridsieve_requests_running", {"method": "Preprocess"}) or 0.0
 
 
-async def test_cancelling_while_a_file_is_hashed_frees_its_thread_within_a_second(service: Service) -> None:
+async def test_cancelling_while_a_file_is_hashed_frees_its_thread_within_a_second(service: Service, stub: Any) -> None:
     large = service.media_root / "large.mp4"
     large.touch()
     os.truncate(large, 12 * 2**30)
-    async with service.serving() as stub:
-        call = await sent(stub, prompt_of(video(path="large.mp4")))
-        await until(lambda: large in open_paths())
-        call.cancel()
-        with awake() as passed_s:
-            await until(lambda: large not in open_paths())
-            assert passed_s() < SOON_S
-        assert await serves(stub, CLIP) == [0]  # on the only thread
+    call = await sent(stub, prompt_of(video(path="large.mp4")))
+    await until(lambda: large in open_paths())
+    call.cancel()
+    with awake() as passed_s:
+        await until(lambda: large not in open_paths())
+        assert passed_s() < SOON_S
+    assert await serves(stub, CLIP) == [0]  # on the only thread
 
 
-async def test_a_caller_that_disconnects_ends_its_fetches(service: Service) -> None:
-    async def drip(writer: asyncio.StreamWriter) -> None:
-        writer.write(head(200))
-        await forever(writer, b"a", every_s=0.01)
-
-    async with web_server(drip) as web, service.serving(web) as stub:
-        call = await sent(stub, prompt_of(video(url=url_of(web)), video(url=url_of(web))))
-        await until(lambda: web.connections == 2 and fetched_files(service.folder) == 2)
-        call.cancel()
-        await until(lambda: all(task.done() for task in web.serving))
-
-
-async def test_files_are_closed_once_a_cancelled_plan_ends(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_are_closed_once_a_cancelled_plan_ends(
+    service: Service, stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planned, cancelled = threading.Event(), threading.Event()
     plan = Planner.plan
 
@@ -74,38 +61,35 @@ async def test_files_are_closed_once_a_cancelled_plan_ends(service: Service, mon
     monkeypatch.setattr(Planner, "plan", slowly)
     path = service.media_root / "clip.mp4"
     path.write_bytes(clip(30))
-    async with service.serving() as stub:
-        call = await sent(stub, prompt_of(video(path="clip.mp4")))
-        await until(planned.is_set)
-        call.cancel()
-        await asyncio.sleep(0.1)
-        assert path in open_paths()
-        cancelled.set()
-        await until(lambda: path not in open_paths())
+    call = await sent(stub, prompt_of(video(path="clip.mp4")))
+    await until(planned.is_set)
+    call.cancel()
+    await asyncio.sleep(0.1)
+    assert path in open_paths()
+    cancelled.set()
+    await until(lambda: path not in open_paths())
 
 
-@pytest.mark.parametrize("stage", ["reading", "decoding"])
 async def test_cancelling_ends_a_worker_that_hangs_within_a_second(
-    service: Service, stage: str, monkeypatch: pytest.MonkeyPatch
+    service: Service, stub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_pool, "_STOP_S", 0.5)
-    queue = service.queues.reading if stage == "reading" else service.queues.decoding
-    async with service.serving() as stub:
-        with stopped(queue) as pid:
-            call = await sent(stub, CLIP, *[EVERYTHING] * (stage == "decoding"))
-            await until(lambda: queue.jobs == 1 and requests_running() == 1)
-            call.cancel()
-            with awake() as passed_s:
-                await until(lambda: not runs(pid))
-                assert passed_s() < SOON_S
-        assert await serves(stub, CLIP) == [0]  # with the only thread and the new worker
+    queue = service.queues.decoding
+    with stopped(queue) as pid:
+        call = await sent(stub, CLIP, EVERYTHING)
+        await until(lambda: queue.jobs == 1 and requests_running() == 1)
+        call.cancel()
+        with awake() as passed_s:
+            await until(lambda: not runs(pid))
+            assert passed_s() < SOON_S
+    assert await serves(stub, CLIP) == [0]  # with the only thread and the new worker
     assert service.queues.replaced == [Fault.ABANDONED]
     service.queues.replaced.clear()
 
 
-@pytest.mark.parametrize("stage", ["for a thread", "for a reading worker", "for a decoding worker"])
+@pytest.mark.parametrize("stage", ["for a thread", "for a worker"])
 async def test_a_request_that_is_cancelled_while_it_waits_leaves_its_queue(service: Service, stage: str) -> None:
-    selects = [EVERYTHING] * (stage == "for a decoding worker")
+    selects = [EVERYTHING] * (stage == "for a worker")
     queue = service.queues.decoding if selects else service.queues.reading
     async with service.serving(threads=1 if stage == "for a thread" else 2) as stub:
         with stopped(queue) as pid:

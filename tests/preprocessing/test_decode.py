@@ -317,7 +317,6 @@ RAW_HEVC = {"x265-params": "log-level=none:bframes=3:frame-threads=1:pools=none"
 @pytest.mark.parametrize(
     ("container", "codec", "options", "rate"),
     [
-        ("h264", "libx264", B_FRAMES, 10),
         ("h264", "libx264", B_FRAMES, Fraction(30000, 1001)),
         ("hevc", "libx265", RAW_HEVC, 50),
     ],

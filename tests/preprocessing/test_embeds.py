@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import InvalidRequest
-from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan
+from gridsieve.common.contract.plan import MediaPlan, PromptPlan
 from gridsieve.services.preprocessing.planner import Planner
 from gridsieve.services.preprocessing.rpc.messages import MAX_EMBEDS_SLICES, conversation_of
 from gridsieve.services.preprocessing.video.timing import MAX_LENGTH_S, TimeBase
@@ -55,17 +55,6 @@ def planned(planner: Planner, **media: prompt_pb2.Media) -> PromptPlan:
 def item_of(planner: Planner, **media: prompt_pb2.Media) -> MediaPlan:
     (item,) = planned(planner, **media).media
     return item
-
-
-def test_embeddings_have_a_plan_without_frames(tiny: Planner) -> None:
-    result = tiny.plan(conversation_of(prompt(image=embeds(1, 3, 5), video=embeds(3, 2, 4, **step(1)))))
-    image, video = result.plan.media
-    assert (image.modality, image.grid, image.seconds_per_grid) == (Modality.IMAGE, Grid(1, 3, 5), None)
-    assert (video.modality, video.grid, video.seconds_per_grid) == (Modality.VIDEO, Grid(3, 2, 4), Fraction(1))
-    for item, media in zip(result.plan.media, result.media, strict=True):
-        assert item.brings_embeds
-        assert (item.frames, item.timestamps_s) == (FrameShape(), ())
-        assert list(media.slices()) == []
 
 
 def test_embeddings_of_a_video_are_laid_out_like_the_video(tiny: Planner) -> None:
@@ -148,9 +137,7 @@ def timed(*times_s: float) -> prompt_pb2.Media:
         ("video", SAMPLED, r"frame_sampling must not be set with embeds"),
         ("video", embeds(2, 2, 2), r"embeds\.seconds_per_grid or timestamps_s must be set: a video needs"),
         ("video", embeds(2, 2, 2, **SECOND, timestamps_s=[0, 1]), r"embeds\.seconds_per_grid and .* two time bases"),
-        ("image", embeds(1, 2, 2, **SECOND), r"embeds\.seconds_per_grid and timestamps_s are for videos"),
         ("image", embeds(1, 2, 2, timestamps_s=[0.0]), r"embeds\.seconds_per_grid and timestamps_s are for videos"),
-        ("image", embeds(2, 2, 2), r"embeds\.grid\.t of an image must be 1, got 2"),
         ("video", NO_GRID, r"embeds\.grid must be set"),
         ("video", embeds(2, 0, 2, **SECOND), r"embeds\.grid is invalid: .* got 2×0×2"),
         ("video", embeds(2, 2**20, 2**20, **SECOND), r"embeds\.grid is invalid: .* at most 4194304"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -28,7 +27,7 @@ from gridsieve.services.preprocessing.video.resize import PixelBudget
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from tests.families import FAMILIES
 from tests.media import picture
-from tests.preprocessing.planning import image, plan_of, video
+from tests.preprocessing.planning import ids_of, image, plan_of, video, with_settings
 from tests.preprocessing.preprocessing_media import (
     clip,
     transformers_image_size,
@@ -37,7 +36,6 @@ from tests.preprocessing.preprocessing_media import (
     transformers_video_processor,
     transformers_video_size,
 )
-from tests.preprocessing.test_tiles import ids_of
 
 RATES = [Fraction(1), Fraction(10), Fraction(24000, 1001), Fraction(25), Fraction(30), Fraction(30000, 1001)]
 QWEN = ("qwen2_5_vl", "qwen3_vl")
@@ -152,14 +150,7 @@ def test_max_pixels_bounds_each_frame_and_is_used_fully(family: str, loaded: Any
 
 
 def loaded_with(folder: Path, original: Path, **files: dict[str, Any] | None) -> Any:
-    """The family of a checkpoint with some of its JSON files changed; None leaves one out."""
-    for file in original.iterdir():
-        changes = files.get(file.stem, {})
-        if changes:
-            (folder / file.name).write_text(json.dumps(json.loads(file.read_text()) | changes))
-        elif changes is not None:
-            (folder / file.name).symlink_to(file)
-    return load_family(Checkpoint(folder))
+    return load_family(Checkpoint(with_settings(original, folder, **files)))
 
 
 @of_qwen
@@ -197,11 +188,8 @@ def test_old_names_of_budgets_are_read_where_transformers_reads_them(
 def test_pixel_bounds_of_images_are_those_that_the_familys_own_processor_reads(
     checkpoints: Callable[[str], Path], tmp_path: Path, name: str, with_size: bool
 ) -> None:
-    file = tmp_path / "preprocessor_config.json"
-    for each in checkpoints(name).iterdir():
-        (tmp_path / each.name).symlink_to(each)
+    file = with_settings(checkpoints(name), tmp_path, preprocessor_config={}) / "preprocessor_config.json"
     held = json.loads(file.read_text())
-    file.unlink()
     if not with_size:
         del held["size"]
     for old in ({}, {"max_pixels": 200704}, {"min_pixels": 200704, "max_pixels": 401408}):
@@ -234,9 +222,10 @@ def test_unsupported_settings_refuse_to_start(
 def test_missing_settings_of_cosmos_take_the_defaults_of_its_own_classes(
     checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(checkpoints("cosmos3_edge"), tmp_path / "copy"))
+    none = {"preprocessor_config": None, "video_preprocessor_config": None}
+    folder = with_settings(checkpoints("cosmos3_edge"), tmp_path / "copy", **none)
     held = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "cap_pixels_per_frame": True}  # which is Qwen's alone
-    for kind in ("preprocessor_config", "video_preprocessor_config"):
+    for kind in none:
         (folder / f"{kind}.json").write_text(json.dumps(held))
     found: Any = load_family(Checkpoint(folder))
     image, video = Cosmos3EdgeImageProcessorPil, transformers_video_processor("cosmos3_edge")
@@ -263,13 +252,10 @@ def test_the_processors_and_not_the_model_type_tell_glm_4_6v_from_4_1v(
     checkpoints: Callable[[str], Path], tmp_path: Path, name: str | None, is_new: bool
 ) -> None:
     """GLM-4.6V-Flash is published with the model type of 4.1V."""
-    folder = Path(shutil.copytree(checkpoints("glm4v"), tmp_path / "copy"))
-    for kind in ("preprocessor_config", "video_preprocessor_config"):
-        path = folder / f"{kind}.json"
-        settings = {key: value for key, value in json.loads(path.read_text()).items() if "Glm" not in str(value)}
-        named = {"processor_class": f"{name}Processor"} if name else {}
-        path.write_text(json.dumps(settings | named))
-    assert isinstance(load_family(Checkpoint(folder)), Glm46V) == is_new
+    named = {"processor_class": f"{name}Processor" if name else None}
+    named |= dict.fromkeys(("image_processor_type", "video_processor_type"))
+    files = {"preprocessor_config": named, "video_preprocessor_config": named}
+    assert isinstance(loaded_with(tmp_path, checkpoints("glm4v"), **files), Glm46V) == is_new
 
 
 def test_an_image_of_video_llama_3_has_a_token_for_each_patch_and_each_frame_follows_its_time(
@@ -294,4 +280,4 @@ def test_an_image_of_video_llama_3_has_a_token_for_each_patch_and_each_frame_fol
         },
         0,
     )
-    assert plan.input_ids.tolist() == ids_of(folder, written, moved)
+    assert plan.input_ids.tolist() == ids_of(folder, f"{written}{moved}What?")

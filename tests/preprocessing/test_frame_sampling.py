@@ -72,11 +72,6 @@ def test_a_constant_rate_cut_of_a_variable_rate_video_keeps_its_times() -> None:
     assert sampled.timestamps_s == tuple(10 + (place - 100) / 30 for place in sampled.places)
 
 
-def test_a_cut_without_frames_is_refused_with_its_bounds() -> None:
-    with pytest.raises(InvalidRequest, match=r"between 10 s and 11 s, the video lasts 1\.000 s"):
-        sampled_of(constant(30, 30), start_s=10.0, end_s=11.0)
-
-
 @pytest.mark.parametrize(
     ("wish", "named"),
     [

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import io
 import time
 from itertools import count
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from PIL import Image
 
-from tests.preprocessing.media_server import head, ok, serving
+from tests.preprocessing.media_server import MULTIPART, head, jpeg, ok, serving
 from tests.preprocessing.service import Service, refused
 from tests.preprocessing.test_watch import Watched, all_of, opened
 
@@ -22,39 +21,25 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 FPS = 5
 
 
-def jpeg(number: int) -> bytes:
-    """A gray picture of that number's level, which holds a smaller one, as those of cameras do."""
-    file, small = io.BytesIO(), io.BytesIO()
-    Image.new("L", (8, 8)).save(small, "JPEG")
-    Image.new("RGB", (64, 48), (level(number),) * 3).save(file, "JPEG", comment=small.getvalue())
-    return file.getvalue()
-
-
-def level(number: int) -> int:
-    return 20 + 10 * (number % 20)
-
-
 def numbers(watched: Watched) -> list[int]:
     return [round((float(np.mean(pixels)) - 20) / 10) for _, pixels in watched.frames]
 
 
 LENGTH = b"Content-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n"
 NO_LENGTH = b"Content-Type: image/jpeg\r\n\r\n"
-MULTIPART = "Content-Type: multipart/x-mixed-replace;boundary=next"
 
 
 @pytest.mark.parametrize(
     ("header", "before", "after", "ahead"),
     [
         (MULTIPART, b"--next\r\n" + LENGTH, b"\r\n", 0),
-        (MULTIPART, b"\r\n--next\r\n" + LENGTH, b"", 0),
         (MULTIPART, LENGTH, b"\r\n--next\r\n", 0),
         (MULTIPART, b"--next\r\n" + NO_LENGTH, b"\r\n", 1),
         (MULTIPART, b"--next\r\nContent-Type: image/jpg\r\n\r\n", b"\r\n", 1),
         ("Content-Type: image/jpeg", b"", b"", 1),
         ("X: without a type", b"", b"", 1),
     ],
-    ids=["parts", "a line before", "no first boundary", "no length", "another type", "bare", "bare, no type"],
+    ids=["parts", "no first boundary", "no length", "another type", "bare", "bare, no type"],
 )
 async def test_the_first_picture_of_a_slow_camera_is_shown_when_it_has_come(
     service: Service, header: str, before: bytes, after: bytes, ahead: int
@@ -80,11 +65,10 @@ async def test_the_first_picture_of_a_slow_camera_is_shown_when_it_has_come(
         assert numbers(watched)[:5] == list(range(5))  # FFmpeg takes the end for a cut of a part without a length
 
 
-async def test_clips_of_jpegs_begin_with_the_first(service: Service) -> None:
-    async with service.serving() as stub:
-        watched = await opened(stub, fps=60)
-        await all_of(watched, [jpeg(number) for number in range(3)])
-        assert numbers(watched)[0] == 0
+async def test_clips_of_jpegs_begin_with_the_first(stub: Any) -> None:
+    watched = await opened(stub, fps=60)
+    await all_of(watched, [jpeg(number) for number in range(3)])
+    assert numbers(watched)[0] == 0
 
 
 @pytest.mark.parametrize("media_type", ["image/jpeg", "application/octet-stream"])
@@ -99,7 +83,7 @@ async def test_a_picture_is_asked_for_again_and_again(service: Service, media_ty
         watched = await opened(stub, f"http://clip.test:{server.port}/", fps=FPS)
         for shown in count(1):
             assert await watched.next()
-            if shown == 8:
+            if shown == 6:
                 break
         watched.call.cancel()
     steps = np.diff(numbers(watched))  # on a busy machine, newer pictures may take the place of some

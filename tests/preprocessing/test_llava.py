@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from functools import cache
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,8 +12,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from PIL import Image
-from transformers import AutoTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
@@ -29,9 +25,8 @@ from gridsieve.services.preprocessing.conversation import MediaRequest
 from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.planner import Planner
 from tests.families import FAMILIES, LLAVA
-from tests.generation.checkpoints import changed
 from tests.media import picture
-from tests.preprocessing.planning import ROUNDING, image, plan_of, sent_of, video
+from tests.preprocessing.planning import ROUNDING, image, plan_of, rgb, sent_of, tokenizer_of, video, with_settings
 from tests.preprocessing.preprocessing_media import clip
 
 with patch.dict(sys.modules, {image_processing_pil_pixtral.__name__.replace("_pil", ""): image_processing_pil_pixtral}):
@@ -67,7 +62,7 @@ def planner(folder: Path) -> Planner:
 def processor(kind: str, folder: Path) -> Any:
     """transformers' processor of a checkpoint, without torchvision, which it asks for and does not need here."""
     images = PROCESSORS[kind].from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = tokenizer_of(folder)
     pixtral = kind in ("llava_pixtral", "mistral3")
     made = object.__new__(PixtralProcessor if pixtral else LlavaProcessor)
     made.image_processor, made.tokenizer = images, tokenizer
@@ -81,11 +76,10 @@ def processor(kind: str, folder: Path) -> Any:
 
 def pixels_of(kind: str, folder: Path, data: bytes) -> NDArray[np.uint8]:
     """The pixels that transformers' image processor sends, before they are normalised."""
-    decoded = np.array(Image.open(BytesIO(data)).convert("RGB"))
     options = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
     if kind == "mistral3":  # as its processor asks
         options["patch_size"] = FAMILIES[kind].token_px
-    made = processor(kind, folder).image_processor(decoded, **options)
+    made = processor(kind, folder).image_processor(rgb(data), **options)
     found: NDArray[np.uint8] = made["pixel_values"][0].transpose(1, 2, 0)
     return found
 
@@ -119,25 +113,17 @@ OTHERS: list[tuple[str, Any, dict[str, Any]]] = [
 def test_a_picture_is_padded_stretched_and_cropped_as_the_settings_say(
     checkpoints: Callable[[str], Path], tmp_path: Path, kind: str, class_: Any, settings: dict[str, Any]
 ) -> None:
-    folder = with_settings(checkpoints(kind), tmp_path / "other", settings)
+    folder = with_settings(checkpoints(kind), tmp_path, preprocessor_config=settings)
     planner, made = Planner(Checkpoint(folder), None), class_.from_pretrained(folder)
     for width, height in SIZES:
         data = picture(width, height)
         _, [[[sent]]] = sent_of(planner, image(data), "What?")
-        decoded = np.array(Image.open(BytesIO(data)).convert("RGB"))
-        theirs = made(decoded, do_rescale=False, do_normalize=False, return_tensors="np")["pixel_values"][0]
+        theirs = made(rgb(data), do_rescale=False, do_normalize=False, return_tensors="np")["pixel_values"][0]
         expected = theirs.transpose(1, 2, 0)
         apart = np.abs(sent.astype(int) - expected)
         assert (apart > ROUNDING).mean() < (0.001 if height > width else 1e-9)
         if class_ is LlavaImageProcessorPil and made.do_pad and width != height:
             assert sent[0, 0].tolist() == expected[0, 0].tolist()  # of the colour that is padded with
-
-
-def with_settings(folder: Path, to: Path, settings: dict[str, Any], **config: Any) -> Path:
-    """A copy of a checkpoint whose image processor and config have these fields."""
-    path = changed(folder, to, **config) / "preprocessor_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    return to
 
 
 def test_each_image_expands_as_by_the_processor(planner: Planner, kind: str, folder: Path) -> None:
@@ -170,7 +156,8 @@ def test_the_class_token_and_a_dropped_patch_change_the_number_of_tokens(
         ("llava_siglip", "default", 15),
         ("llava_siglip", "full", 16),
     ):
-        folder = changed(checkpoints(kind), tmp_path / (kind + strategy), vision_feature_select_strategy=strategy)
+        chosen = {"vision_feature_select_strategy": strategy}
+        folder = with_settings(checkpoints(kind), tmp_path / (kind + strategy), config=chosen)
         assert plan_of(folder, image(picture(40, 30))).media[0].grid.tokens == tokens
 
 
@@ -178,11 +165,7 @@ def test_the_class_token_and_a_dropped_patch_change_the_number_of_tokens(
     ("request_", "error", "why"),
     [
         (video(clip(4)), InvalidRequest, "video is not supported: this model takes images only"),
-        (
-            image(picture(40, 30), max_pixels=1000),
-            InvalidRequest,
-            r"image.frame_sampling.max_pixels must be at least 3136",
-        ),
+        (image(picture(40, 30), max_pixels=1000), InvalidRequest, r"image.frame_sampling.max_pixels must be at least"),
         (image(picture(1, 201)), MediaRejected, "image has 1×201 pixels, an aspect ratio of at most 200"),
     ],
 )
@@ -204,26 +187,13 @@ def test_what_the_model_cannot_take_is_named(
         ("llava", {"vision_feature_select_strategy": "class"}, {}, "vision_feature_select_strategy 'class'"),
         ("llava_onevision", {"vision_feature_select_strategy": "class"}, {}, "vision_feature_select_strategy 'class'"),
         ("internvl", {"vision_feature_select_strategy": "class"}, {}, "vision_feature_select_strategy 'class'"),
-        ("llava_onevision", {"image_grid_pinpoints": None}, {}, "config.json lacks image_grid_pinpoints"),
         ("llava_onevision", {"vision_config": {"image_size": 46}}, {}, "config.json lacks vision_config.patch_size"),
-        ("llava_next_video", {"text_config": {"vocab_size": None}}, {}, "config.json lacks text_config.vocab_size"),
         ("internvl", {"vision_config": {"image_size": [56, 70]}}, {}, r"vision_config.image_size \[56, 70\] is not"),
-        ("internvl", {"vision_config": {"patch_size": [14, 7]}}, {}, r"vision_config.patch_size \[14, 7\] is not"),
-        (
-            "internvl",
-            {"downsample_ratio": "half"},
-            {},
-            "config.json: downsample_ratio must be a number .* 'half'",
-        ),
+        ("internvl", {"downsample_ratio": "half"}, {}, "config.json: downsample_ratio must be a number .* 'half'"),
         ("internvl", {}, {"max_patches": 2.5}, "max_patches must be a whole number of at least 1, got 2.5"),
         ("internvl", {}, {"size": "56"}, "preprocessor_config.json: size must be an object, got '56'"),
         ("llava", {}, {"size": {"shortest_edge": [56]}}, r"size.shortest_edge must be a whole number .* got \[56\]"),
-        (
-            "video_llama_3",
-            {},
-            {"size": {"height": 56, "width": 56}},
-            "lacks size.shortest_edge",
-        ),
+        ("video_llama_3", {}, {"size": {"height": 56, "width": 56}}, "lacks size.shortest_edge"),
         ("llava_onevision", {"vision_aspect_ratio": "anyres_max_x"}, {}, "vision_aspect_ratio 'anyres_max_x' is not"),
     ],
 )
@@ -235,7 +205,7 @@ def test_settings_that_are_malformed_or_contradict_the_tower_are_refused(
     settings: dict[str, Any],
     why: str,
 ) -> None:
-    folder = with_settings(checkpoints(kind), tmp_path / "other", settings, **config)
+    folder = with_settings(checkpoints(kind), tmp_path, preprocessor_config=settings, config=config)
     with pytest.raises(StartupError, match=why):
         load_family(Checkpoint(folder))
 
@@ -252,7 +222,7 @@ def test_settings_that_are_malformed_or_contradict_the_tower_are_refused(
 def test_sizes_of_older_files_and_nulls_are_read_as_by_transformers(
     checkpoints: Callable[[str], Path], tmp_path: Path, kind: str, settings: dict[str, Any]
 ) -> None:
-    folder = with_settings(checkpoints(kind), tmp_path / "other", settings)
+    folder = with_settings(checkpoints(kind), tmp_path, preprocessor_config=settings)
     theirs: Any = {"llava": LlavaImageProcessorPil, "internvl": GotOcr2ImageProcessorPil}[kind]
     plain, other = (theirs.from_pretrained(each) for each in (checkpoints(kind), folder))
     assert (plain.size, plain.crop_size) == (other.size, other.crop_size)

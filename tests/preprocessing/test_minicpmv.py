@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +15,33 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import AutoTokenizer
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.plan import Grid, Modality
-from gridsieve.services.preprocessing.conversation import MediaRequest
 from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.planner import Planner
-from gridsieve.services.preprocessing.prompt.embeds import Embeds
 from gridsieve.services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample
 from tests.families import minicpm
-from tests.generation.checkpoints import changed
 from tests.media import clip, picture
-from tests.preprocessing.planning import ROUNDING, image, pictures, plan_of, planned, sent_of, video
+from tests.preprocessing.planning import (
+    ROUNDING,
+    embedded,
+    ids_of,
+    image,
+    pictures,
+    plan_of,
+    planned,
+    rgb,
+    sent_of,
+    tokenizer_of,
+    video,
+    with_settings,
+)
 
 # Pillow resizes columns before rows where that is less work, which differs by up to 13 levels: not here.
 SLICED = (120, 200)
 SCALE, PATCH = minicpm.SCALE_PX, minicpm.PATCH_PX
-
-
-@cache
-def tokenizer_of(folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def ids_of(folder: Path, media: str) -> list[int]:
-    """The ids of a question after expanded media."""
-    text = f"<|im_start|>user\n{media}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
-    ids: list[int] = tokenizer_of(folder)(text)["input_ids"]
-    return ids
 
 
 def grids(slices: int) -> Iterator[tuple[int, int]]:
@@ -119,12 +115,10 @@ def planner(folder: Path) -> Planner:
 @cache
 def planner_with(folder: Path, most: int, sliced: bool, numbered: bool) -> Planner:
     slices = {"max_slice_nums": most, "patch_size": PATCH, "scale_resolution": SCALE}
-    name = f"{folder.name} {most} {sliced} {numbered}"
-    copy = changed(folder, folder.parent / name, slice_config=slices)
-    path = copy / "preprocessor_config.json"
-    processor = json.loads(path.read_text())
-    path.write_text(json.dumps(processor | {"slice_mode": sliced, "use_image_id": numbered}))
-    return Planner(Checkpoint(copy), None)
+    files: dict[str, Any] = {"config": {"slice_config": slices}}
+    files["preprocessor_config"] = {"slice_mode": sliced, "use_image_id": numbered}
+    to = folder.parent / f"{folder.name} {most} {sliced} {numbered}"
+    return Planner(Checkpoint(with_settings(folder, to, **files)), None)
 
 
 @settings(max_examples=30)
@@ -147,13 +141,7 @@ def test_an_image_of_any_size_expands_as_published_with_any_settings(
     assert item.frames.frame_px(1)[::-1] == (tile if grid[0] else source)
     assert (item.frames.count, item.frames.tile_columns) == (1 + grid[0] * grid[1], grid[0])
     shown = (markers(each, number if numbered else None, version) for number, each in enumerate(((0, 0), grid)))
-    assert plan.input_ids.tolist() == ids_of(folder, "\n".join(shown))
-
-
-def embedded(modality: Modality, grid: Grid, columns: int = 0) -> MediaRequest:
-    step = Fraction(1) if modality is Modality.VIDEO else None
-    embeds = Embeds(modality, grid, 0, bytes(32), step, (), columns)
-    return MediaRequest(f"the {modality.value}", modality, embeds, FrameSampling())
+    assert plan.input_ids.tolist() == ids_of(folder, "\n".join([*shown, "What?"]))
 
 
 @pytest.mark.parametrize("size", [(50, 40), (200, 70), (64, 190)])
@@ -196,7 +184,7 @@ def test_slices_are_cut_from_the_picture_resized_to_all_of_them(planner: Planner
     _, [slices] = sent_of(planner, image(data), "What?")
     sent = [frame.astype(int) for [frame] in slices]
     source, (width, height), (columns, rows) = expected(*SLICED)
-    whole = Image.open(BytesIO(data)).convert("RGB")
+    whole = Image.fromarray(rgb(data))
     small = np.asarray(whole.resize(source, Image.Resampling.BICUBIC), int)
     large = np.asarray(whole.resize((columns * width, rows * height), Image.Resampling.BICUBIC), int)
     assert np.abs(sent[0] - small).max() <= ROUNDING
@@ -222,7 +210,7 @@ def test_a_video_is_a_picture_a_second(planner: Planner, folder: Path, version: 
     assert item.timestamps_s == pytest.approx((0.0, 1.0, 2.0))
     assert item.frames.size_px[::-1] == sides_of(90, 60, grow=True)
     frame = f"<image>{'<unk>' * minicpm.QUERIES[version]}</image>"
-    assert plan.input_ids.tolist() == ids_of(folder, "\n".join([frame] * 3))
+    assert plan.input_ids.tolist() == ids_of(folder, f"{frame}\n" * 3 + "What?")
 
 
 @pytest.mark.parametrize("size", [(120, 60), (50, 90), (40, 40)])
@@ -244,9 +232,8 @@ def test_frames_of_a_video_are_sliced_like_images_where_a_request_asks_for_it(
     assert item.timestamps_s == tuple(time for time in (0.0, 1.0, 2.0) for _ in range(item.grid.h))
     assert [each.first_frame for each in sent] == list(range(len(wanted)))
     assert all(np.array_equal(each.pixels, other) for each, other in zip(sent, wanted, strict=True))
-    shown = "\n".join([markers((columns, rows), None, version)] * 3)
-    text = f"<|im_start|>user\n{shown}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
-    assert made.plan.input_ids.tolist() == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+    shown = markers((columns, rows), None, version)
+    assert made.plan.input_ids.tolist() == ids_of(folder, f"{shown}\n" * 3 + "What?")
 
 
 def test_a_number_of_slices_out_of_range_is_refused(planner: Planner, grouping: Path) -> None:
@@ -264,7 +251,7 @@ def test_of_a_long_video_64_frames_are_chosen_uniformly(
 ) -> None:
     folder = tmp_path_factory.mktemp("minicpm2.6")
     minicpm.write(folder, 1, "2.6")
-    family, total = load_family(Checkpoint(folder)), round(seconds * rate)
+    family, total = family_of(folder), round(seconds * rate)
     times = FrameTimes([number * 1000 for number in range(total)], 1000, 1 / (1000 * rate), (rate,))
     sampled = sample(times, family.frame_bounds, FrameSampling(), family.sample_indices)
     chosen = list(range(0, total, round(rate)))
@@ -272,6 +259,11 @@ def test_of_a_long_video_64_frames_are_chosen_uniformly(
         share = len(chosen) / 64
         chosen = [chosen[int(number * share + share / 2)] for number in range(64)]
     assert list(sampled.places) == chosen
+
+
+@cache
+def family_of(folder: Path) -> Any:
+    return load_family(Checkpoint(folder))
 
 
 def published(length_s: Fraction, total: int) -> tuple[list[int], int]:
@@ -299,7 +291,7 @@ def grouping(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @example(total=3604, rate=Fraction(30))
 @example(total=6000, rate=Fraction(30))
 def test_frames_and_groups_are_those_of_the_readme(grouping: Path, total: int, rate: Fraction) -> None:
-    family = load_family(Checkpoint(grouping))
+    family = family_of(grouping)
     bounds = family.frame_bounds
     times = FrameTimes([number * 1000 for number in range(total)], 1000, 1 / (1000 * rate), (rate,))
     sampled = sample(times, bounds, FrameSampling(), family.sample_indices)
@@ -318,7 +310,7 @@ def test_a_long_video_is_sent_in_groups(grouping: Path, wish: dict[str, Any], gr
     assert sent == [group] * (groups - 1) + [item.frames.count - group * (groups - 1)]
     assert item.frames.count == sum(sent) == len(item.timestamps_s)
     one = f"<image>{'<unk>' * minicpm.QUERIES['4.5']}</image>"
-    assert plan.input_ids.tolist() == ids_of(grouping, "\n".join([one] * groups))
+    assert plan.input_ids.tolist() == ids_of(grouping, f"{one}\n" * groups + "What?")
 
 
 def test_the_time_of_each_frame_of_a_group_is_part_of_its_content(grouping: Path) -> None:
@@ -355,7 +347,7 @@ def test_the_template_of_4_5_is_told_not_to_think(version: str, tmp_path: Path) 
     minicpm.write(tmp_path, 1, version)
     before = ids_without_slices(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(minicpm.TEMPLATE + THINKING)
-    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = tokenizer_of(tmp_path)
     options = {"enable_thinking": False} if version == "4.5" else {}
     turns = [{"role": "user", "content": "<ref>\nWhat?"}]
     *_, rendered = tokenizer.apply_chat_template(
@@ -373,17 +365,12 @@ def test_images_have_no_numbers_where_the_models_file_says_so_and_the_processors
     settings = json.loads(path.read_text())
     settings.pop("use_image_id", None)
     path.write_text(json.dumps(settings))
-    text = f"<|im_start|>user\n<image>{'<unk>' * 4}</image>\nWhat?<|im_end|>\n<|im_start|>assistant\n"
-    assert ids_without_slices(tmp_path) == AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
+    assert ids_without_slices(tmp_path) == ids_of(tmp_path, f"<image>{'<unk>' * 4}</image>\nWhat?")
 
 
 def test_markers_are_those_of_the_processors_file(tmp_path: Path) -> None:
-    minicpm.write(tmp_path, 1)
-    path = tmp_path / "preprocessor_config.json"
+    minicpm.write(tmp_path / "written", 1)
     changed = {"im_start": "<slice>", "im_end": "</slice>", "unk": "<ref>"}
-    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-    text = (
-        f"<|im_start|>user\n<image_id>0</image_id><slice>{'<ref>' * 4}</slice>\nWhat?<|im_end|>\n"
-        f"<|im_start|>assistant\n"
-    )
-    assert ids_without_slices(tmp_path) == AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
+    folder = with_settings(tmp_path / "written", tmp_path, preprocessor_config=changed)
+    shown = f"<image_id>0</image_id><slice>{'<ref>' * 4}</slice>"
+    assert ids_without_slices(folder) == ids_of(folder, f"{shown}\nWhat?")

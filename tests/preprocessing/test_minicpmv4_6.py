@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,11 +25,8 @@ from gridsieve.services.preprocessing.conversation import MediaRequest
 from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.planner import Planner
 from gridsieve.services.preprocessing.prompt.canvas import CanvasSpan, canvas_positions
-from gridsieve.services.preprocessing.prompt.embeds import Embeds
-from gridsieve.services.preprocessing.video.sampling import FrameSampling
 from tests import media
 from tests.families import minicpmv4_6 as oracle
-from tests.generation.checkpoints import changed
 from tests.preprocessing import planning
 from tests.preprocessing.planning import ROUNDING
 
@@ -171,11 +167,15 @@ def test_a_video_is_sampled_sized_and_expanded_as_by_the_processor(
     assert item.grid.t == len(item.runs) == len(indices)
 
 
-@given(total=st.integers(1, 20_000), rate=st.fractions(Fraction(1, 3), 60, max_denominator=1001))
+@pytest.fixture(scope="module")
+def family(written: Callable[[str, str], Path]) -> Any:
+    return load_family(Checkpoint(written("minicpmv4_6", "16x")))
+
+
+@given(total=st.integers(1, 2_000), rate=st.fractions(Fraction(1, 3), 60, max_denominator=1001))
 @example(total=121, rate=Fraction(10))
 @example(total=120, rate=Fraction(10))
-def test_frames_are_those_of_the_processor(written: Callable[[str, str], Path], total: int, rate: Fraction) -> None:
-    family = load_family(Checkpoint(written("minicpmv4_6", "16x")))
+def test_frames_are_those_of_the_processor(family: Any, total: int, rate: Fraction) -> None:
     indices = family.sample_indices(total, rate, family.frame_bounds)
     assert list(indices) == oracle.video_indices(total, float(rate), MOST_FRAMES)
 
@@ -256,24 +256,18 @@ def test_fewer_pixels_make_fewer_slices_and_smaller_pictures(folder: Path) -> No
     assert math.prod(less.frames.size_px) <= 60 * 60
 
 
-def embedded(modality: Modality, grid: Grid, tile_columns: int = 0) -> MediaRequest:
-    base = {"seconds_per_grid": Fraction(1) if modality is Modality.VIDEO else None, "timestamps_s": ()}
-    embeds = Embeds(modality, grid, 0, bytes(32), **base, tile_columns=tile_columns)
-    return MediaRequest("media", modality, embeds, FrameSampling())
-
-
 @pytest.mark.parametrize("shown", [SMALL, Video(18)])
 def test_embeddings_are_laid_out_as_their_pixels(written: Callable[[str, str], Path], shown: Picture | Video) -> None:
     folder = written("minicpmv4_7", "16x")
     pixels = plan_of(folder, ("user", (shown, "What?")))
-    request = embedded(shown.modality, pixels.media[0].grid)
+    request = planning.embedded(shown.modality, pixels.media[0].grid)
     planned = planning.plan_of(folder, request, "What?")
     assert planned.input_ids.tolist() == pixels.input_ids.tolist()
     assert planned.positions.tolist() == pixels.positions.tolist()
 
 
 def test_embeddings_of_slices_are_refused(written: Callable[[str, str], Path]) -> None:
-    request = embedded(Modality.IMAGE, Grid(1, 1, 12), tile_columns=2)
+    request = planning.embedded(Modality.IMAGE, Grid(1, 1, 12), tile_columns=2)
     with pytest.raises(InvalidRequest, match=r"embeds\.tile_columns must be 0 for this model: .*, got 2"):
         planning.plan_of(written("minicpmv4_6", "16x"), request, "What?")
 
@@ -281,18 +275,16 @@ def test_embeddings_of_slices_are_refused(written: Callable[[str, str], Path]) -
 @pytest.mark.parametrize(
     ("file", "changes", "named"),
     [
-        ("config.json", {"downsample_mode": "8x"}, "downsample_mode '8x' is not supported, only 16x, 4x"),
-        ("config.json", {"merger_times": 2}, "merger_times 2 is not supported, only 1"),
-        ("config.json", {"newline_id": None}, "config.json lacks newline_id"),
-        ("preprocessor_config.json", {"downsample_mode": "4x"}, "image processor's downsample_mode is 4x, only 16x"),
-        ("video_preprocessor_config.json", {"stack_frames": 5}, "video processor's stack_frames is 5, only 1"),
+        ("config", {"downsample_mode": "8x"}, "downsample_mode '8x' is not supported, only 16x, 4x"),
+        ("config", {"merger_times": 2}, "merger_times 2 is not supported, only 1"),
+        ("config", {"newline_id": None}, "config.json lacks newline_id"),
+        ("preprocessor_config", {"downsample_mode": "4x"}, "image processor's downsample_mode is 4x, only 16x"),
+        ("video_preprocessor_config", {"stack_frames": 5}, "video processor's stack_frames is 5, only 1"),
     ],
 )
 def test_unsupported_settings_refuse_to_start(
     written: Callable[[str, str], Path], tmp_path: Path, file: str, changes: dict[str, Any], named: str
 ) -> None:
-    folder = changed(written("minicpmv4_7", "16x"), tmp_path / "changed")
-    path = folder / file
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    folder = planning.with_settings(written("minicpmv4_7", "16x"), tmp_path, **{file: changes})
     with pytest.raises(StartupError, match=named):
         load_family(Checkpoint(folder))

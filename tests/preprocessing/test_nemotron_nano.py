@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from fractions import Fraction
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
@@ -27,7 +23,7 @@ from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSa
 from tests.families import nemotron_nano
 from tests.families.nemotron_nano import SIDE_PX
 from tests.media import picture
-from tests.preprocessing.planning import image, planned, video
+from tests.preprocessing.planning import ids_of, image, planned, rgb, video, with_settings
 from tests.preprocessing.preprocessing_media import clip, decoded_in_order
 
 ROUNDING = 1e-2  # of levels, between sums of float32 in another order
@@ -85,20 +81,14 @@ def check_sent(made: PlannedPrompt, expected: Tensor) -> None:
     torch.testing.assert_close(torch.from_numpy(sent).movedim(-1, 1), expected, atol=ROUNDING, rtol=0)
 
 
-def check_text(folder: Path, made: PlannedPrompt, shown: str) -> None:
-    text = f"<|im_start|>user\n{shown}What?<|im_end|>\n<|im_start|>assistant\n"
-    ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
-    assert made.plan.input_ids.tolist() == ids
-
-
 def test_an_image_is_sent_in_tiles_row_by_row_and_as_a_whole(folder: Path) -> None:
     data = picture(200, 130)
     made = planned(folder, image(data), "What?")
-    pixels = np.array(Image.open(BytesIO(data)).convert("RGB"))[None]
+    pixels = rgb(data)[None]
     cut = resized(pixels, 2 * SIDE_PX, 3 * SIDE_PX).unfold(2, SIDE_PX, SIDE_PX).unfold(3, SIDE_PX, SIDE_PX)
     tiles = cut.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
     check_sent(made, torch.cat([tiles, resized(pixels, SIDE_PX, SIDE_PX)]))
-    check_text(folder, made, f"<img>{7 * ONE}</img>")
+    assert made.plan.input_ids.tolist() == ids_of(folder, f"<img>{7 * ONE}</img>What?")
     assert made.plan.media[0].grid == Grid(1, 1, 7 * 4)
 
 
@@ -109,7 +99,8 @@ def test_frames_of_a_video_follow_their_times(folder: Path) -> None:
     taken = np.stack([decoded_in_order(data)[index] for index in (0, 7, 29)])
     check_sent(made, resized(taken, SIDE_PX, SIDE_PX))
     times = ("Frame 1 sampled at 0.00", "Frame 2 sampled at 0.23", "Frame 3 sampled at 0.96")
-    check_text(folder, made, "\n".join(f"{time} seconds: <img>{ONE}</img>" for time in times))
+    shown = "\n".join(f"{time} seconds: <img>{ONE}</img>" for time in times)
+    assert made.plan.input_ids.tolist() == ids_of(folder, f"{shown}What?")
     assert made.plan.media[0].grid == Grid(3, 2, 2)
 
 
@@ -144,8 +135,5 @@ def test_frames_are_spread_from_the_first_to_the_last(
 def test_other_layouts_of_the_model_type_are_refused(
     folder: Path, tmp_path: Path, change: dict[str, Any], named: str
 ) -> None:
-    config = json.loads((folder / "config.json").read_text()) | change
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     with pytest.raises(StartupError, match=named):
-        load_family(Checkpoint(tmp_path))
+        load_family(Checkpoint(with_settings(folder, tmp_path, config=change)))

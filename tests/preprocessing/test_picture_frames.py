@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
@@ -15,12 +14,10 @@ import grpc
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import AutoTokenizer
 
 from gridsieve.services.preprocessing.planner import PlannedPrompt
 from gridsieve.services.preprocessing.video.slices import PlannedVideo
 from gridsieve.v1 import prompt_pb2
-from gridsieve.v1.preprocessing_pb2 import PreprocessRequest
 from tests import media
 from tests.preprocessing import planning
 from tests.preprocessing.preprocessing_media import clip, decoded_in_order, transformers_video_processor
@@ -100,19 +97,6 @@ def test_without_settings_all_pictures_are_used_at_their_times(family_checkpoint
     assert np.array_equal(pixels_of(made), pixels_of(exactly))
 
 
-def test_the_model_reads_the_times_of_pictures(checkpoints: Any) -> None:
-    """Qwen3-VL's timestamps are the middle of each pair of frames."""
-    folder = checkpoints("qwen3_vl")
-    files = pictures_of(clip(4))
-    given, shifted = (
-        planning.plan_of(folder, planning.pictures(files, [start + step for step in (0, 1.0, 5.0, 6.0)]))
-        for start in (0, 3600)
-    )
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for made, stamps in ((given, ("0.5", "5.5")), (shifted, ("3600.5", "3605.5"))):
-        assert re.findall(r"<([\d.]+) seconds>", tokenizer.decode(made.input_ids)) == list(stamps)
-
-
 @pytest.mark.parametrize(("frames", "count"), [(40, 1), (41, 7), (100, 33)])
 def test_num_frames_selects_the_frames_of_transformers(
     family: str, family_checkpoint: Path, frames: int, count: int
@@ -166,23 +150,6 @@ service_test = pytest.mark.asyncio(loop_scope="session")
 def video_of(pictures: Sequence[bytes], times_s: Sequence[float], **sampling: Any) -> prompt_pb2.Part:
     frames = prompt_pb2.PictureFrames(pictures=pictures, timestamps_s=times_s)
     return video(frames=frames, frame_sampling=prompt_pb2.FrameSampling(**sampling))
-
-
-@service_test
-async def test_workers_send_the_pixels_of_a_file_and_pictures_may_follow_the_prompt(stub: Any) -> None:
-    data = clip(12, rate=4)
-    pictures, times_s = pictures_of(data), [number / 4 for number in range(12)]
-    sizes = prompt_pb2.PictureFrames(sizes_bytes=map(len, pictures), timestamps_s=times_s)
-    announced = prompt_of(video(data, frame_sampling={"fps": 4.0}), video_of(pictures, times_s), video(frames=sizes))
-    joined = b"".join(pictures)
-    pieces = [PreprocessRequest(file={"data": joined[at : at + 1000]}) for at in range(0, len(joined), 1000)]
-    call = await asked(stub, announced, *pieces, EVERYTHING)
-    planned = await plan_of(call)
-    frames, repaired = await frames_of(call, planned)
-    assert repaired == 0
-    assert np.array_equal(frames[0], frames[1])
-    assert np.array_equal(frames[1], frames[2])
-    assert planned.media[1].content_hash == planned.media[2].content_hash
 
 
 @service_test

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Callable
 from fractions import Fraction
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +17,11 @@ import transformers
 from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import AutoTokenizer
 from transformers.models.smolvlm import processing_smolvlm
-from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import (
+    SmolVLMImageProcessorPil,
+    get_resize_output_image_size,
+)
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import InvalidRequest, StartupError
@@ -30,7 +32,7 @@ from gridsieve.services.preprocessing.planner import Planner
 from gridsieve.services.preprocessing.video.sampling import FrameBounds
 from tests.families.smolvlm import SIDE_PX, TOKENS
 from tests.media import picture
-from tests.preprocessing.planning import ROUNDING, image, plan_of, sent_of, video
+from tests.preprocessing.planning import ROUNDING, image, plan_of, sent_of, tokenizer_of, video, with_settings
 from tests.preprocessing.preprocessing_media import clip, decoded_in_order
 
 # Width and height: one square's, wide, tall, one of which the shorter side fills one square, and a strip.
@@ -65,17 +67,18 @@ def processor() -> Any:
 def ids_of(folder: Path, text: str) -> list[int]:
     """The ids of a question, whose text begins with media or a blank."""
     whole = f"<|im_start|>User:{text}What?<end_of_utterance>\nAssistant:"
-    ids: list[int] = AutoTokenizer.from_pretrained(folder)(whole, add_special_tokens=False)["input_ids"]
+    ids: list[int] = tokenizer_of(folder)(whole, add_special_tokens=False)["input_ids"]
     return ids
 
 
-@pytest.mark.parametrize("splits", [True, False])
-@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize(
+    ("width", "height", "splits"), [*((*size, True) for size in SIZES), *((*size, False) for size in SIZES[:2])]
+)
 def test_squares_and_tokens_of_an_image_are_those_of_the_processor(
     folder: Path, tmp_path: Path, width: int, height: int, splits: bool
 ) -> None:
     if not splits:
-        folder = changed(folder, tmp_path, do_image_splitting=False)
+        folder = with_settings(folder, tmp_path, preprocessor_config={"do_image_splitting": False})
     data = picture(width, height)
     plan, [slices] = sent_of(folder, image(data), "What?")
     expected = SmolVLMImageProcessorPil.from_pretrained(folder)(Image.open(BytesIO(data)), **LEVELS)
@@ -122,25 +125,15 @@ def test_frames_and_tokens_of_a_video_are_those_of_the_processor(
     shown = decoded_in_order(data)
     for [frame], index in zip(slices, indices, strict=True):
         theirs = Image.fromarray(shown[index])
-        for to in (scaled(width, height), (SIDE_PX, SIDE_PX)):
+        rows, columns = get_resize_output_image_size(np.empty((3, height, width), np.uint8), SIDE_PX)
+        for to in ((columns, rows), (SIDE_PX, SIDE_PX)):
             theirs = theirs.resize(to, Image.Resampling.LANCZOS)
         assert (np.abs(frame.astype(int) - np.array(theirs)) > 2 * ROUNDING).mean() < 0.001
 
 
-def scaled(width: int, height: int) -> tuple[int, int]:
-    """Of transformers' video processor, which needs torchvision, by the same function of that of images."""
-    found = processing_image_size(height, width, SIDE_PX)
-    return found[1], found[0]
-
-
-def processing_image_size(height: int, width: int, longest: int) -> Any:
-    from transformers.models.smolvlm.image_processing_pil_smolvlm import get_resize_output_image_size
-
-    return get_resize_output_image_size(np.empty((3, height, width), np.uint8), longest)
-
-
-def sampled(frames: int, rate: float, fps: float, most: int) -> list[int]:
-    """`sample_frames` of transformers' video processor, which cannot be imported without torchvision."""
+@cache
+def sample_frames() -> Any:
+    """Of transformers' video processor, which cannot be imported without torchvision."""
     path = Path(transformers.__file__).parent / "models/smolvlm/video_processing_smolvlm.py"
     (found,) = (
         each
@@ -149,8 +142,12 @@ def sampled(frames: int, rate: float, fps: float, most: int) -> list[int]:
     )
     names: dict[str, Any] = {"np": np}
     exec(compile(ast.Module([found], []), str(path), "exec", flags=annotations.compiler_flag), names)
+    return names["sample_frames"]
+
+
+def sampled(frames: int, rate: float, fps: float, most: int) -> list[int]:
     metadata = transformers.video_utils.VideoMetadata(total_num_frames=frames, fps=rate, duration=frames / rate)
-    indices: list[int] = names["sample_frames"](SimpleNamespace(), metadata, num_frames=most, fps=fps).tolist()
+    indices: list[int] = sample_frames()(SimpleNamespace(), metadata, num_frames=most, fps=fps).tolist()
     return indices
 
 
@@ -173,12 +170,9 @@ def test_indices_are_those_of_transformers(
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (1, "one"),
         (13, "thirteen"),
-        (20, "twenty"),
         (64, "sixty-four"),
         (100, "one hundred"),
-        (118, "one hundred and eighteen"),
         (768, "seven hundred and sixty-eight"),
     ],
 )
@@ -188,7 +182,7 @@ def test_numbers_of_frames_are_spelt(number: int, words: str) -> None:
 
 def test_a_part_of_a_video_says_how_long_the_whole_is(planner: Planner, folder: Path) -> None:
     ids = plan_of(planner, video(clip(50, rate=10), start_s=2.0), "What?").input_ids.tolist()
-    text = AutoTokenizer.from_pretrained(folder).decode(ids)
+    text = tokenizer_of(folder).decode(ids)
     assert "series of three frames from a 0:00:05 [H:MM:SS] video.\n\nFrame from 00:02:" in text
 
 
@@ -208,16 +202,6 @@ def test_embeddings_of_an_image_have_the_text_of_its_squares(planner: Planner) -
         assert refused.value.field == f"embeds.{field}"
 
 
-def changed(folder: Path, to: Path, **settings: Any) -> Path:
-    """A copy with other settings of its processor."""
-    for file in folder.iterdir():
-        if file.name == "preprocessor_config.json":
-            (to / file.name).write_text(json.dumps(json.loads(file.read_text()) | settings))
-        else:
-            (to / file.name).symlink_to(file)
-    return to
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -229,11 +213,11 @@ def changed(folder: Path, to: Path, **settings: Any) -> Path:
 )
 def test_unsupported_settings_refuse_to_start(folder: Path, tmp_path: Path, settings: Any, named: str) -> None:
     with pytest.raises(StartupError, match=named):
-        load_family(Checkpoint(changed(folder, tmp_path, **settings)))
+        load_family(Checkpoint(with_settings(folder, tmp_path, preprocessor_config=settings)))
 
 
 def test_a_caller_cannot_write_the_marks_of_squares(planner: Planner, folder: Path) -> None:
     assert planner._family.placeholders.keys() == set(Modality)
-    control = AutoTokenizer.from_pretrained(folder).get_added_vocab()
+    control = tokenizer_of(folder).get_added_vocab()
     ids = plan_of(planner, "<row_1_col_1><global-img><fake_token_around_image><image><video>").input_ids
     assert not {control[name] for name in ("<row_1_col_1>", "<global-img>", "<image>")} & set(ids.tolist())

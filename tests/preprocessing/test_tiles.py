@@ -3,7 +3,6 @@ processors, as are their tokens."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -19,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
-from transformers import AutoTokenizer, LlavaOnevisionConfig
+from transformers import LlavaOnevisionConfig
 from transformers.image_processing_utils import select_best_resolution
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -38,7 +37,7 @@ from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.planner import Planner
 from tests.families import NEWLINE_ID, NEXT_VIDEO_PX, ONEVISION_PATCH, ONEVISION_PX
 from tests.media import picture
-from tests.preprocessing.planning import ROUNDING, image, plan_of, sent_of, video
+from tests.preprocessing.planning import ROUNDING, ids_of, image, plan_of, rgb, sent_of, video, with_settings
 from tests.preprocessing.preprocessing_media import clip, decoded_in_order
 
 SIDE = ONEVISION_PX // ONEVISION_PATCH
@@ -73,17 +72,6 @@ def assert_near(frames: NDArray[np.uint8], theirs: Any, upright: bool) -> None:
     assert (np.abs(frames.astype(int) - theirs) > ROUNDING).mean() < (0.001 if upright else 1e-9)
 
 
-def pixels(data: bytes) -> Any:
-    return np.array(Image.open(BytesIO(data)).convert("RGB"))
-
-
-def ids_of(folder: Path, *media: str, before: str = "") -> list[int]:
-    """The ids of a question after expanded media."""
-    text = f"<|im_start|>user\n{before}{''.join(media)}What?<|im_end|>\n<|im_start|>assistant\n"
-    ids: list[int] = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
-    return ids
-
-
 def ids_without_newlines(plan: PromptPlan) -> list[int]:
     """The ids as a processor has them, for which a newline is one more token of its item."""
     ids: list[int] = plan.input_ids.tolist()
@@ -108,14 +96,14 @@ def test_frames_and_tokens_of_images_are_those_of_the_processor(
     datas = [picture(width, height)] if alone else [picture(width, height), picture(40, 30, seed=1)]
     plan, sent = sent_of(planner, *map(image, datas), "What?")
     made = processor(folder)
-    expected = made.image_processor([[pixels(data) for data in datas]], **AS_LEVELS)
+    expected = made.image_processor([[rgb(data) for data in datas]], **AS_LEVELS)
     for index, (slices, item) in enumerate(zip(sent, plan.media, strict=True)):
         frames = np.concatenate(slices)
         theirs = expected["pixel_values"][index][: len(frames)].transpose(0, 2, 3, 1)
         assert_near(frames, theirs, height > width)
         assert item.file.source_px[::-1] == Image.open(BytesIO(datas[index])).size
     written = [made.replace_image_token(expected, index) for index in range(len(datas))]
-    assert ids_without_newlines(plan) == ids_of(folder, *written)
+    assert ids_without_newlines(plan) == ids_of(folder, f"{''.join(written)}What?")
     behind = [item.runs[0].end for item in plan.media]
     newlines = np.flatnonzero(plan.input_ids == NEWLINE_ID).tolist()
     assert newlines == (newlines_of_tiles(plan, SIDE**2) if alone else behind)
@@ -135,7 +123,7 @@ def test_a_video_has_a_frame_a_second_of_pooled_tokens_and_one_newline(planner: 
         assert np.abs(frame.astype(int) - np.array(resized)).max() <= ROUNDING
     frames = np.zeros((5, 3, ONEVISION_PX, ONEVISION_PX))
     written = processor(folder).replace_video_token({"pixel_values_videos": [frames]}, 0)
-    assert ids_without_newlines(plan) == ids_of(folder, written)
+    assert ids_without_newlines(plan) == ids_of(folder, f"{written}What?")
     (run,) = item.runs
     assert run.length == item.grid.tokens == 5 * math.ceil(SIDE / 2) ** 2
     assert np.flatnonzero(plan.input_ids == NEWLINE_ID).tolist() == [run.end]
@@ -147,12 +135,12 @@ def test_llava_next_video_tiles_every_image(checkpoints: Callable[[str], Path], 
     datas = [picture(width, height), picture(40, 30, seed=1)]
     plan, sent = sent_of(folder, *map(image, datas), "What?")
     made = next_video(folder)
-    expected = made.image_processor(list(map(pixels, datas)), **AS_LEVELS)
+    expected = made.image_processor(list(map(rgb, datas)), **AS_LEVELS)
     for frames, sent_by_theirs in zip(sent, expected["pixel_values"], strict=True):
         theirs = sent_by_theirs[: len(frames)].transpose(0, 2, 3, 1)
         assert_near(np.concatenate(frames), theirs, height > width)
     written = [made.replace_image_token(expected, index) for index in range(len(datas))]
-    assert ids_without_newlines(plan) == ids_of(folder, *written)
+    assert ids_without_newlines(plan) == ids_of(folder, f"{''.join(written)}What?")
     newlines = np.flatnonzero(plan.input_ids == NEWLINE_ID).tolist()
     assert newlines == newlines_of_tiles(plan, (NEXT_VIDEO_PX // 14) ** 2)
 
@@ -174,7 +162,7 @@ def test_the_centre_of_llava_next_videos_frames_is_sent(checkpoints: Callable[[s
     assert (item.grid.t, item.grid.h, item.grid.w, len(item.runs)) == (3, 2, 2, 1)
     frames = np.zeros((3, 3, NEXT_VIDEO_PX, NEXT_VIDEO_PX))
     written = next_video(folder).replace_video_token({"pixel_values_videos": [frames]}, 0)
-    assert plan.input_ids.tolist() == ids_of(folder, written)
+    assert plan.input_ids.tolist() == ids_of(folder, f"{written}What?")
     centre = CLIPImageProcessorPil.from_pretrained(folder)  # as its video processor, which needs torchvision
     shown = [decoded_in_order(data)[index] for index in (0, 10, 20)]
     expected = centre(shown, **AS_LEVELS)["pixel_values"]
@@ -188,11 +176,11 @@ def test_internvl_tiles_an_image_by_its_shape(checkpoints: Callable[[str], Path]
     plan, [slices] = sent_of(folder, image(data), "What?")
     frames, (item,) = np.concatenate(slices), plan.media
     made = GotOcr2ImageProcessorPil.from_pretrained(folder)
-    expected = made(pixels(data), crop_to_patches=True, **AS_LEVELS)
+    expected = made(rgb(data), crop_to_patches=True, **AS_LEVELS)
     theirs = expected["pixel_values"].transpose(0, 2, 3, 1)
     assert len(frames) == len(theirs) == expected["num_patches"][0] == item.frames.count
     assert_near(frames, theirs, height > width)
-    assert plan.input_ids.tolist() == ids_of(folder, internvl().replace_image_token(expected, 0))
+    assert plan.input_ids.tolist() == ids_of(folder, f"{internvl().replace_image_token(expected, 0)}What?")
 
 
 @pytest.mark.parametrize("name", ["internvl", "llava_next_video", "llava_onevision"])
@@ -200,19 +188,16 @@ def test_a_rate_in_the_processors_file_is_how_densely_videos_are_sampled(
     checkpoints: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:
     """A number of frames is refused by its name."""
-    for file in checkpoints(name).iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    settings = tmp_path / "video_preprocessor_config.json"
-    held = json.loads((settings if settings.exists() else tmp_path / "preprocessor_config.json").read_text())
-    settings.unlink(missing_ok=True)
-    settings.write_text(json.dumps(held | {"fps": 0.5}))
-    family = load_family(Checkpoint(tmp_path))
+    own = (checkpoints(name) / "video_preprocessor_config.json").exists()
+    kind = "video_preprocessor_config" if own else "preprocessor_config"
+    folder = with_settings(checkpoints(name), tmp_path / "fps", **{kind: {"fps": 0.5}})
+    family = load_family(Checkpoint(folder))
     # Five frames of ten seconds, as `sample_frames` of transformers spreads them: InternVL's from a share's middle.
     expected = torch.arange(24 if name == "internvl" else 0, 240, 240 / 5).int().tolist()
     assert list(family.sample_indices(240, Fraction(24), family.frame_bounds)) == expected
-    settings.write_text(json.dumps(held | {"num_frames": 8}))
+    folder = with_settings(checkpoints(name), tmp_path / "frames", **{kind: {"num_frames": 8}})
     with pytest.raises(StartupError, match="the video processor's num_frames is 8, only None is supported"):
-        load_family(Checkpoint(tmp_path))
+        load_family(Checkpoint(folder))
 
 
 @pytest.mark.parametrize("name", ["internvl", "internvl_qwen3"])
@@ -224,7 +209,7 @@ def test_internvl_numbers_the_frames_of_a_video(checkpoints: Callable[[str], Pat
     indices = torch.arange(35 / 3 / 2, 35, 35 / 3).int()  # of InternVLVideoProcessor.sample_frames
     assert item.timestamps_s == pytest.approx((indices / 10).tolist())
     written = internvl().replace_video_token({"pixel_values_videos": [np.zeros((3, 3, 56, 56))]}, 0)
-    assert plan.input_ids.tolist() == ids_of(folder, written, before="Here and")
+    assert plan.input_ids.tolist() == ids_of(folder, f"Here and{written}What?")
     assert (len(item.runs), item.frames.size_px) == (3, (56, 56))
 
 

@@ -24,6 +24,7 @@ from gridsieve.services.preprocessing.prompt.layout import MediaTokens
 from gridsieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan
 from gridsieve.services.preprocessing.prompt.tokens import ChatTokens, PromptTexts
 from gridsieve.services.preprocessing.prompt.turns import Turn
+from tests.preprocessing.planning import with_settings
 from tests.preprocessing.test_templates import by_transformers, ids_of
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|video_pad|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>"]
@@ -43,29 +44,6 @@ def ours(tiny_checkpoint: Path) -> ChatTokens:
 texts = st.text(max_size=40) | st.sampled_from(
     ["\n\nIs it red?", " ", "a\n", "don't", "  \n x", "naïve 日本 🎬", "e\u0301"]
 )
-parts = st.lists(texts | st.sampled_from(list(Modality)), min_size=1, max_size=4)
-conversations = st.lists(
-    st.builds(lambda role, held: Turn(role, tuple(held)), st.sampled_from(["system", "user", "assistant"]), parts),
-    min_size=1,
-    max_size=3,
-)
-
-
-AROUND = [("", ""), ("in ", " s<|vision_end|> "), ("<0.3 seconds><|vision_start|>", "<|vision_end|>")]
-
-
-@settings(max_examples=40)
-@given(turns=conversations, around=st.sampled_from(AROUND))
-def test_text_and_expanded_placeholders_have_the_ids_of_transformers(
-    theirs: Any, ours: ChatTokens, turns: list[Turn], around: tuple[str, str]
-) -> None:
-    before, after = around
-    text = str(by_transformers(theirs, None, turns, (), tokenize=False))
-    for token in PLACEHOLDERS.values():
-        text = text.replace(token, before + token + after + token * 3)
-    assert ids_of(ours, turns, (before, ONE, after, THREE)) == theirs(text)["input_ids"]
-
-
 WORDS = "the quick brown fox jumps over a lazy dog, and naïve 日本 watch. "
 
 
@@ -126,10 +104,7 @@ def test_text_that_looks_like_a_stand_in_is_unchanged(theirs: Any, ours: ChatTok
 
 def template(folder: Path, checkpoint: Path, text: str) -> ChatTokens:
     """The tiny checkpoint with another chat template."""
-    for file in checkpoint.iterdir():
-        (folder / file.name).symlink_to(file)
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    (folder / "chat_template.jinja").write_text(text)
+    (with_settings(checkpoint, folder, chat_template=None) / "chat_template.jinja").write_text(text)
     return ChatTokens(Checkpoint(folder), PromptTexts(placeholders=PLACEHOLDERS))
 
 
@@ -162,9 +137,6 @@ def test_a_malformed_template_refuses_to_start(tmp_path: Path, tiny_checkpoint: 
 
 @pytest.mark.parametrize("change", ["spellable", "no placeholder"])
 def test_an_unsafe_tokenizer_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path, change: str) -> None:
-    for file in tiny_checkpoint.iterdir():
-        if file.name != "tokenizer.json":
-            (tmp_path / file.name).symlink_to(file)
     contents = json.loads((tiny_checkpoint / "tokenizer.json").read_text())
     added = contents["added_tokens"]
     if change == "spellable":
@@ -173,7 +145,7 @@ def test_an_unsafe_tokenizer_refuses_to_start(tmp_path: Path, tiny_checkpoint: P
     else:
         contents["added_tokens"] = [each for each in added if each["content"] != "<|video_pad|>"]
         why = r"has no token <\|video_pad\|>"
-    (tmp_path / "tokenizer.json").write_text(json.dumps(contents))
+    with_settings(tiny_checkpoint, tmp_path, tokenizer=contents)
     with pytest.raises(StartupError, match=why):
         ChatTokens(Checkpoint(tmp_path), PromptTexts(placeholders=PLACEHOLDERS))
 

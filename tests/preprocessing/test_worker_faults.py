@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import os
 import re
-import signal
 import socket
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 
 from gridsieve.common.contract.errors import MediaRejected, Overloaded, PeerContract
 from gridsieve.common.sealed_memory import SealedMemory, sealed
-from gridsieve.services.preprocessing.workers import worker_pool
 from gridsieve.services.preprocessing.workers.job_queue import JobQueue
 from gridsieve.services.preprocessing.workers.process import Fault
 from gridsieve.services.preprocessing.workers.protocol import receive
@@ -43,7 +41,6 @@ async def serves_the_next_job(queue: JobQueue) -> None:
 @pytest.mark.parametrize(
     ("job", "text", "fault"),
     [
-        ("grow", "it needed more than 256 MiB", Fault.MEMORY),
         ("crash", r"its decoder crashed \(signal 11\)", Fault.CRASHED),
         ("end", "its decoder ended with status 3", Fault.CRASHED),
     ],
@@ -56,17 +53,6 @@ async def test_a_worker_that_fails_costs_one_job_and_is_replaced(
     assert replaced == [fault]
     replaced.clear()
     await serves_the_next_job(queue)
-
-
-async def test_a_worker_that_dies_idle_is_replaced_without_failing_a_job(
-    queue: JobQueue, replaced: list[Fault]
-) -> None:
-    (worker,) = queue.workers._workers
-    os.kill(worker.pid, signal.SIGKILL)
-    await until(lambda: not runs(worker.pid))
-    await serves_the_next_job(queue)
-    assert replaced == [Fault.CRASHED]
-    replaced.clear()
 
 
 async def test_children_of_a_worker_die_with_it(queue: JobQueue, replaced: list[Fault]) -> None:
@@ -106,21 +92,6 @@ async def test_a_worker_retries_while_too_many_descriptors_are_in_flight(queue: 
         called = asyncio.create_task(queue.call(counting(1)))
         await asyncio.wait([called], timeout=0.3)
     assert pieces_made([await called]) == [0]
-
-
-async def test_a_queue_is_unhealthy_while_no_worker_starts(
-    queue: JobQueue, replaced: list[Fault], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_pool, "_RESTART_S", 0.05)
-    with monkeypatch.context() as patched:
-        patched.setattr(queue.workers, "_entry", "no.such.module")
-        assert queue.workers.healthy
-        with pytest.raises(MediaRejected):
-            await queue.call(Ask("end"))
-        await until(lambda: not queue.workers.healthy)
-    await until(lambda: queue.workers.healthy)
-    await serves_the_next_job(queue)
-    replaced.clear()
 
 
 @pytest.mark.parametrize("what", MALFORMED)

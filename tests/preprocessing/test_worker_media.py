@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ from gridsieve.services.preprocessing.workers.limits import Limits
 from gridsieve.services.preprocessing.workers.process import Fault
 from gridsieve.services.preprocessing.workers.protocol import Facts
 from tests.fuzz.mutations import mutations
-from tests.fuzz.run import run_batch
 from tests.preprocessing.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, number_of, without_packets
 from tests.preprocessing.worker_jobs import MIB, read
 
@@ -51,9 +49,7 @@ def assert_equal(ours: list[Slice], theirs: list[Slice]) -> None:
         assert np.array_equal(mine.pixels, other.pixels)
 
 
-@pytest.mark.parametrize(
-    ("container", "codec"), [("mp4", "libx264"), ("h264", "libx264"), ("avi", "libx264"), ("webm", "libvpx-vp9")]
-)
+@pytest.mark.parametrize(("container", "codec"), [("mp4", "libx264"), ("h264", "libx264"), ("avi", "libx264")])
 async def test_a_video_comes_out_as_in_this_process(queue: JobQueue, container: str, codec: str) -> None:
     source = bytes_source("video", clip(40, container=container, codec=codec, options={"g": "12"}))
     index = await queue.call(IndexVideo(source))
@@ -64,13 +60,13 @@ async def test_a_video_comes_out_as_in_this_process(queue: JobQueue, container: 
     assert_equal(ours, list(video.slices()))
 
 
-@pytest.mark.parametrize("format", ["AVIF", "GIF", "JPEG", "TIFF"])
+@pytest.mark.parametrize("format", ["AVIF", "JPEG"])
 async def test_a_picture_comes_out_as_in_this_process(queue: JobQueue, format: str) -> None:  # noqa: A002
     file = io.BytesIO()
     noise = np.random.default_rng(1).integers(0, 255, (31, 45, 3), np.uint8)
     exif = Image.Exif()
     exif[0x0112] = 6
-    turned = {"exif": exif} if format in ("JPEG", "PNG", "WEBP") else {}
+    turned = {"exif": exif} if format == "JPEG" else {}
     Image.fromarray(noise).save(file, format, **turned)
     source = bytes_source("image", file.getvalue())
     header = await queue.call(IndexPictures(source, ()))
@@ -167,11 +163,6 @@ async def test_mutated_files_end_no_worker_and_leak_nothing(queue: JobQueue, rep
     assert decoded > count / 2
     assert {*replaced} <= {Fault.MEMORY}  # some mutated headers ask for more memory than a worker may have
     replaced.clear()
-
-
-@pytest.mark.deep
-async def test_mutated_files_crash_no_process_without_a_sandbox(tmp_path: Path) -> None:
-    assert run_batch(0, 100, tmp_path / "progress") is None
 
 
 async def test_media_beyond_a_limit_are_rejected_with_the_limit() -> None:
