@@ -25,6 +25,7 @@ import grpc
 import numpy as np
 import pytest
 
+from benchmarks.clips import write_repeated
 from gridsieve.common.contract.errors import MediaRejected, StartupError
 from gridsieve.services.preprocessing.fetch import login as logins
 from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
@@ -130,6 +131,35 @@ async def test_a_film_is_played_to_its_end(
         assert watched.frames[-1][0] > seconds - 1
         if codec == "libx264":
             assert sum(came) > 0.9 * size_bytes > 1_500_000
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+async def test_ten_minutes_have_no_gap(service: Service, tmp_path: Path) -> None:
+    piece_s, pieces, bit_rate = 4, 150, 4_000_000
+    piece, path = tmp_path / "piece.mp4", tmp_path / "film.mp4"
+    film(piece, "libx264", piece_s, (240, 320), bf="2", preset="ultrafast", b=str(bit_rate))
+    write_repeated(path, piece.read_bytes(), pieces, FPS)
+    assert path.stat().st_size * 8 > 0.9 * bit_rate * piece_s * pieces
+    with av.open(str(piece)) as container:
+        numbers = {frame.to_ndarray(format="rgb24").tobytes(): n for n, frame in enumerate(container.decode(video=0))}
+    served = camera(lasts_s=piece_s * pieces + 60, mounts={"/film": played(path, "h264")})
+    async with served as server, watching(service, server.port) as (stub, came):
+        watched = await opened(stub, f"rtsp://clip.test:{server.port}/film")
+        shown: list[tuple[float, int]] = []
+        while await watched.next():
+            for time_s, pixels in watched.frames:
+                shown.append((time_s, numbers[pixels.tobytes()]))
+            watched.frames.clear()
+        shown = [frame for frame in shown if frame[0] > 0.9]  # those of the first second come at once
+        steps_s = np.diff([time_s for time_s, _ in shown])
+        # Two frames a second; on a busy machine a newer one may take the place of one.
+        assert ((steps_s > 0.4) & (steps_s < 1.6)).all()
+        film_s = np.diff([number / FPS for _, number in shown]) % piece_s
+        assert film_s == pytest.approx(steps_s, abs=0.002)
+        assert shown[-1][0] > piece_s * pieces - 1
+        assert sum(came) > 0.9 * path.stat().st_size
+        print(f"{len(shown)} frames, {sum(came):,} bytes, longest step {steps_s.max():.3f} s")
 
 
 async def test_of_several_tracks_the_video_is_watched(service: Service, tmp_path: Path) -> None:
