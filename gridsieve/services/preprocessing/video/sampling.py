@@ -22,6 +22,8 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Self, TypeAlias
 
+import numpy as np
+
 from gridsieve.common.contract.errors import InvalidRequest
 
 MAX_FPS = 1000.0
@@ -234,9 +236,11 @@ class FrameTimes:
 
     def _keeps_to(self, per_s: Fraction) -> bool:
         interval = 1 / (per_s * self.time_base)
-        # In integers: Fractions are too slow for hours of video.
-        ticks, frames, first = interval.numerator, interval.denominator, self.ticks[0]
-        return all(abs((tick - first) * frames - index * ticks) <= frames for index, tick in enumerate(self.ticks))
+        # In integers: Fractions are too slow for hours of video. Of 64 bits where they suffice.
+        step, frames, count = interval.numerator, interval.denominator, len(self.ticks)
+        largest = max((self.ticks[-1] - self.ticks[0]) * frames, count * step)
+        shown = np.asarray(self.ticks, np.int64 if largest < 2**62 else object) - self.ticks[0]
+        return bool((abs(shown * frames - np.arange(count, dtype=shown.dtype) * step) <= frames).all())
 
 
 @dataclass(frozen=True, slots=True)
