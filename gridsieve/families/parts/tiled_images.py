@@ -17,9 +17,7 @@ def tile_views(
     height, width = tile_px
     for row in range(rows):
         for column in range(columns):
-            yield View(
-                rows * height, columns * width, row * height, column * width, through=through, lanczos=lanczos
-            )
+            yield View(rows * height, columns * width, row * height, column * width, through=through, lanczos=lanczos)
 
 
 def embedded_rows(grid: Grid, tile_columns: int, tokens: int) -> int:

@@ -39,8 +39,8 @@ class _Resized(SessionFull):
 
 
 class SessionWriter:
-    """segments: computes what is written. responses: says what happens. options: makes the arguments of an upstream call
-    that begins now: what time is left, and metadata. window: what it begins again with.
+    """responses: says what happens. segments: computes what is written. options: makes the arguments of an upstream
+    call that begins now: what time is left, and metadata. window: what it begins again with.
     """
 
     def __init__(
