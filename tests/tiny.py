@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from gridsieve.services.generation.request.pruned_prompt import MAX_VOCABULARY, 
 from gridsieve.services.generation.request.request import Adapter, Delta, Event, Failed, Finished, Request
 from gridsieve.services.generation.sampling.sampler import SamplingParams
 from gridsieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan, MediaSpan, TextSpan, positions_of
-from tests.families import FAMILIES, FamilyUnderTest, load_reference
+from tests.families import FAMILIES, FamilyUnderTest, load_reference, text_and_head
 from tests.oracle import Item, Text
 
 PAD_ID = 3
@@ -44,7 +44,7 @@ BLOCK_TOKENS = 4
 class Models:
     """The same weights twice: as the engine runs them, and as transformers does.
 
-    reference: its embeddings have a row for the stored vector, if there is one.
+    reference: its embeddings have a row for each stored vector.
     """
 
     folder: Path
@@ -58,10 +58,11 @@ def load_models(family: str, folder: Path, write: Callable[[Path, int], object] 
     (write or FAMILIES[family].write)(folder, 7)
     engine = load_language_model(Checkpoint(folder), torch.float32, torch.device("cpu"))
     reference = load_reference(family, folder)
-    if FAMILIES[family].newline_id is not None:
-        text = reference.model.language_model
-        vectors = torch.cat([text.get_input_embeddings().weight, reference.model.image_newline[None]])
-        text.set_input_embeddings(nn.Embedding.from_pretrained(vectors))
+    if stored := FAMILIES[family].stored:
+        text, _ = text_and_head(reference)
+        vectors = [vector(reference)[None] for _, vector in sorted(stored.items())]
+        table = torch.cat([text.get_input_embeddings().weight, *vectors])
+        text.set_input_embeddings(nn.Embedding.from_pretrained(table))
     return Models(folder, FAMILIES[family], engine, reference)
 
 
@@ -328,9 +329,9 @@ def _texts(
         runs = sides[0]
     if not is_video and family.rows_stand_alone:
         runs = sides[1]
-    if family.newline_id is not None:  # the first run is the whole of an image, which its first row follows at once
-        bare = min(2, runs)
-        return (Text(()),) * bare + (Text((family.newline_id,)),) * (1 + runs - bare)
+    if family.stored:  # the first run is the whole of an image, which its first row follows at once
+        bare, ids = min(2, runs), cycle(family.stored)
+        return (Text(()),) * bare + tuple(Text((next(ids),)) for _ in range(1 + runs - bare))
     if not (family.slices_stand_alone if is_video else family.rows_stand_alone):
         return ()
     return tuple(Text(tuple(random.integers(10, 300, random.integers(1, 5)).tolist())) for _ in range(runs + 1))

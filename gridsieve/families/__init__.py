@@ -200,6 +200,15 @@ FAMILIES = (
         limits=f"{_NO_FLOAT16}; {_FEW_QUANTISED}, so not the FP8 and NVFP4 ones; {_NO_THOUGHTS}",
     ),
     ModelFamily(
+        model_type="ovis2",
+        models="Ovis2 (-hf)",
+        folder="gridsieve.families.ovis2",
+        prompt="prompt:Ovis2.from_checkpoint",
+        positions=_LINEAR,
+        limits=f"no videos; {_NO_FLOAT16}",
+        media=(Modality.IMAGE,),
+    ),
+    ModelFamily(
         model_type="smolvlm",
         models="SmolVLM2",
         folder="gridsieve.families.smolvlm",

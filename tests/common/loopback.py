@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from gridsieve.common.channels import MAX_RECEIVE_BYTES, open_channel
+from gridsieve.common.security.quotas import ClientQuotas
 from gridsieve.common.serving.interceptors import RequestInterceptor
 from gridsieve.v1 import encoder_pb2_grpc, generation_pb2_grpc, preprocessing_pb2_grpc
 
@@ -31,7 +32,8 @@ _REGISTRARS = (
 async def serving(address: str, *servicers: Any) -> AsyncIterator[grpc.aio.Channel]:
     """A server of these servicers, and a channel to it."""
     server = grpc.aio.server(
-        interceptors=[RequestInterceptor()], options=[("grpc.max_receive_message_length", MAX_RECEIVE_BYTES)]
+        interceptors=[RequestInterceptor(ClientQuotas(), "test", None)],
+        options=[("grpc.max_receive_message_length", MAX_RECEIVE_BYTES)],
     )
     for servicer in servicers:
         (register,) = [register for kind, register in _REGISTRARS if isinstance(servicer, kind)]

@@ -14,6 +14,7 @@ import pytest
 from gridsieve.common import channels
 from gridsieve.common.channels import MAX_RESPONSE_BYTES, open_channel, read_from
 from gridsieve.common.contract.errors import InvalidRequest, PeerContract
+from gridsieve.common.security.quotas import ClientQuotas
 from gridsieve.common.serving import guards
 from gridsieve.common.serving.interceptors import RequestInterceptor
 from gridsieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2, tensor_pb2
@@ -99,7 +100,7 @@ async def test_a_request_and_its_bytes_are_released_once_it_is_parsed_and_droppe
         yield b""
 
     handler = kind(answer, request_deserializer=parse, response_serializer=bytes)
-    server = grpc.aio.server(interceptors=[RequestInterceptor()])
+    server = grpc.aio.server(interceptors=[RequestInterceptor(ClientQuotas(), "test", None)])
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Encode": handler}),))
     server.add_insecure_port(f"unix:{tmp_path}/s")
     await server.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class FamilyUnderTest:
     linear: positions are one-dimensional.
     rows_stand_alone: an image's rows, or its tiles, have text between them.
     side: rows and columns of the tokens of every frame, where all have one size; 0: any.
-    newline_id: of the stored vector after rows of an image and after a video: the id after the vocabulary.
+    stored: the vectors of `model` that prompts name, by their ids, which follow the vocabulary.
     channels_last: a patch's values are in the order y, x, channel.
     model_type: of its config.json, where that is not its name in FAMILIES.
     inputs: what the processor gives `model` for a plan and the frames of its items, by the checkpoint's folder and its
@@ -62,7 +62,7 @@ class FamilyUnderTest:
     linear: bool = False
     rows_stand_alone: bool = False
     side: int = 0
-    newline_id: int | None = None
+    stored: Mapping[int, Callable[[Any], Tensor]] = field(default_factory=dict)
     channels_last: bool = False
     model_type: str = ""
     lm_head: str = "lm_head.weight"

@@ -169,7 +169,8 @@ def _side(vision: Mapping[str, Any]) -> int:
     return 0 if vision["model_type"] == "pixtral" else vision["image_size"] // vision["patch_size"]
 
 
-_TILED: dict[str, Any] = {**TEXT_FIRST, "merge": 1, "rows_stand_alone": True, "newline_id": NEWLINE_ID}
+_STORED = {NEWLINE_ID: lambda whole: whole.model.image_newline}
+_TILED: dict[str, Any] = {**TEXT_FIRST, "merge": 1, "rows_stand_alone": True, "stored": _STORED}
 FAMILIES = {
     **{
         name: FamilyUnderTest(

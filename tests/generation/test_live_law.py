@@ -85,7 +85,7 @@ class Watched:
         places = [(start + row,) * 3 for row in range(text)]
         places += [(start + text + row // 5, start + text, start + text + row % 3) for row in range(added.media)]
         after = max((max(place) for place in places), default=start - 1) + 1 + 2 * bool(added.media)  # pruned rows
-        session.evict(0 if added.new_tokens else len(ids))
+        session.evict(0 if added.new_tokens else len(ids), before=0)
         self._evict(0 if added.new_tokens else len(ids))
         segment = Segment(
             np.array(ids, np.int32),

@@ -29,7 +29,7 @@ async def test_a_slice_whose_decoder_fails_is_refused_and_the_session_keeps_what
     media = Mock(open=Mock(side_effect=[failed, nullcontext()]))
     session, responses = Session("live", 64, 16, BLOCK_TOKENS), AsyncMock()
     wanted = Mock(pruning=ItemPruning(threshold=0.05, method="pixel_change"), max_pixels=None, window_s=math.inf)
-    writer = SessionWriter(wanted, session, responses, Mock(), media, Mock(), Mock(), dict)
+    writer = SessionWriter(wanted, session, responses, Mock(), media, Mock(), dict)
     rows = np.arange(4, dtype=np.int32)
     segment = Segment(rows, np.tile(rows, (3, 1)), 4)
     first = SliceSegment(segment, Grid(1, 2, 2), rows, np.zeros(3, np.int32))

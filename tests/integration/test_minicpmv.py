@@ -83,7 +83,7 @@ async def check_embeddings(stack: Stack, client: GridsieveClient, *pictures: byt
     assert ours.logprobs == pytest.approx(brought.logprobs, abs=1e-4)
     one = encoded[0].as_embeds()
     for wrong, named in (
-        ({"tile_columns": one.grid.h}, r"embeds\.tile_columns must divide the image's slices"),
+        ({"tile_columns": one.grid.h}, r"embeds\.tile_columns must divide the image's tiles"),
         ({"grid": Grid(1, 1, one.grid.tokens)}, rf"embeds\.grid\.w must be {one.grid.w}"),
     ):
         with pytest.raises(InvalidRequest, match=named):

@@ -20,6 +20,7 @@ from gridsieve.common.channels import error_from_status
 from gridsieve.common.contract.plan import Modality, PromptPlan
 from gridsieve.common.contract.tensors import TensorBuffer
 from gridsieve.common.contract.wire import PlanReceiver, Take, add_chunk, buffer_for
+from gridsieve.common.security.quotas import ClientQuotas
 from gridsieve.common.serving.interceptors import RequestInterceptor
 from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
 from gridsieve.services.preprocessing.fetch.policy import FetchPolicy
@@ -87,7 +88,8 @@ class Service:
     ) -> AsyncIterator[Any]:
         """A stub. web: the server may fetch from there, as clip.test. threads: for plans that are not quick."""
         server = grpc.aio.server(
-            interceptors=[RequestInterceptor()], options=[("grpc.max_receive_message_length", 20 * 2**20)]
+            interceptors=[RequestInterceptor(ClientQuotas(), "test", None)],
+            options=[("grpc.max_receive_message_length", 20 * 2**20)],
         )
         with mock.patch.object(tempfile, "tempdir", str(self.folder)):
             if fetcher is None:

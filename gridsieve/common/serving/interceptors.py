@@ -65,12 +65,10 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
     before anything of their request is read; None admits everybody. Health needs no token, because probes have none.
     """
 
-    def __init__(
-        self, quotas: ClientQuotas | None = None, stage: str = "unnamed", tokens: Tokens | None = None
-    ) -> None:
+    def __init__(self, quotas: ClientQuotas, stage: str, tokens: Tokens | None) -> None:
         self._stage = stage
         self._tokens = tokens
-        self._quotas = quotas or ClientQuotas()
+        self._quotas = quotas
         self._running: set[asyncio.Task[Any]] = set()
         self._sending: set[asyncio.Task[Any]] = set()  # those of the running that wait for a response to be sent
         self._cut_off: set[asyncio.Task[Any]] = set()

@@ -21,12 +21,13 @@ from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
 from gridsieve.common.fields import Fields
 from gridsieve.families.parts.sampling import count_of
+from gridsieve.families.parts.tiled_images import tile_views
 from gridsieve.services.preprocessing.layouts.family import Family
 from gridsieve.services.preprocessing.layouts.processors import SQUARE, check_processors, size_of
 from gridsieve.services.preprocessing.prompt.control_tokens import named_tokens
 from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from gridsieve.services.preprocessing.prompt.positions import LinearSpan
-from gridsieve.services.preprocessing.video.resize import View, check_aspect
+from gridsieve.services.preprocessing.video.resize import check_aspect
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from gridsieve.services.preprocessing.video.timing import TimeBase
 
@@ -76,14 +77,9 @@ class InternVL(Family):
         """Its tiles, and the whole picture if they are several."""
         check_aspect(height_px, width_px)
         size = self.video_size(height_px, width_px, 1, wish)
-        side, tokens = self.side_px, self.side_px // self.token_px
+        tokens = self.side_px // self.token_px
         columns, rows = self._tiles(height_px, width_px)
-        tiles = tuple(
-            View(rows * side, columns * side, row * side, column * side)
-            for row in range(rows)
-            for column in range(columns)
-        )
-        views = (*tiles, None) if len(tiles) > 1 else (None,)
+        views = (*tile_views(rows, columns, size), None) if rows * columns > 1 else (None,)
         grid = Grid(1, tokens, tokens) if len(views) == 1 else Grid(1, 1, len(views) * tokens**2)
         return ImageLayout(FrameShape(len(views), size), views, grid, self.expansion(grid, None))
 

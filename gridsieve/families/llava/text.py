@@ -17,10 +17,11 @@ from transformers import (
 )
 
 from gridsieve.families.parts.linear_text import linear_family
+from gridsieve.services.generation.loading.text_family import StoredVectors
 
-_NEWLINES = ("model.image_newline", "image_newline")
+_NEWLINE = StoredVectors(("model.image_newline", "image_newline"))
 
 LLAVA = linear_family(LlavaConfig, LlavaForConditionalGeneration)
 MISTRAL3 = linear_family(Mistral3Config, Mistral3ForConditionalGeneration)
-NEXT_VIDEO = linear_family(LlavaNextVideoConfig, LlavaNextVideoForConditionalGeneration, _NEWLINES)
-ONEVISION = linear_family(LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, _NEWLINES)
+NEXT_VIDEO = linear_family(LlavaNextVideoConfig, LlavaNextVideoForConditionalGeneration, [_NEWLINE])
+ONEVISION = linear_family(LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, [_NEWLINE])

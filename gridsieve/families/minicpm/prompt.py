@@ -26,6 +26,7 @@ from gridsieve.common.contract.errors import InvalidRequest, StartupError
 from gridsieve.common.contract.plan import Grid, Modality, SizePx
 from gridsieve.families.minicpm.slicing import Slicing
 from gridsieve.families.minicpm.versions import queries_of, version_of
+from gridsieve.families.parts.tiled_images import embedded_rows
 from gridsieve.services.preprocessing.layouts.family import Family
 from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from gridsieve.services.preprocessing.prompt.positions import LinearSpan
@@ -174,7 +175,9 @@ class MiniCPMV(Family):
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
         """Each frame or group between its markers. Raises InvalidRequest for a grid of anything else."""
-        self._check_queries(grid)
+        if grid.w != self.queries:
+            limit = f"{self.queries}, the tokens of each picture or group"
+            raise InvalidRequest(field="embeds.grid.w", limit=limit, value=grid.w)
         if grid.h != 1:
             raise InvalidRequest(f"of a video must be 1 for this model, got {grid.h}", field="embeds.grid.h")
         one = tuple(self._marked("im"))
@@ -182,24 +185,11 @@ class MiniCPMV(Family):
 
     def embedded_image(self, grid: Grid, tile_columns: int, index: int) -> Expansion:
         """As of pixels: a row of queries for each picture. Raises InvalidRequest for other grids and slices."""
-        self._check_queries(grid)
-        slices = grid.h - 1
-        if slices > self.slicing.max_slices:
+        rows = embedded_rows(grid, tile_columns, self.queries)
+        if grid.h - 1 > self.slicing.max_slices:
             limit = f"at most {1 + self.slicing.max_slices}, the source picture and its slices"
             raise InvalidRequest(field="embeds.grid.h", limit=limit, value=grid.h)
-        if not slices and tile_columns:
-            text = f"of an image without slices must be 0, got {tile_columns}"
-            raise InvalidRequest(text, field="embeds.tile_columns")
-        if slices and (tile_columns < 1 or slices % tile_columns):
-            text = f"must divide the image's slices, {slices} by embeds.grid.h, got {tile_columns}"
-            raise InvalidRequest(text, field="embeds.tile_columns")
-        rows = self._rows(tile_columns, slices // tile_columns) if slices else ()
-        return (*self._picture(index), *rows)
-
-    def _check_queries(self, grid: Grid) -> None:
-        if grid.w != self.queries:
-            limit = f"{self.queries}, the tokens of each picture or group"
-            raise InvalidRequest(field="embeds.grid.w", limit=limit, value=grid.w)
+        return (*self._picture(index), *(self._rows(tile_columns, rows) if rows else ()))
 
     def _picture(self, index: int) -> Iterator[str | LinearSpan]:
         names = self.names

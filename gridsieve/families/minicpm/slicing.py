@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 from gridsieve.common.contract.plan import FrameShape, SizePx
+from gridsieve.families.parts.tiled_images import tile_views
 from gridsieve.services.preprocessing.video.resize import View, check_aspect
 
 
@@ -44,12 +45,7 @@ class Sliced:
     @property
     def views(self) -> tuple[View | None, ...]:
         """What each of the frames shows."""
-        height, width = self.tile
-        places = [(row, column) for row in range(self.rows) for column in range(self.columns)] if self.slices else []
-        return (
-            None,
-            *(View(self.rows * height, self.columns * width, row * height, column * width) for row, column in places),
-        )
+        return (None, *tile_views(self.rows, self.columns, self.tile)) if self.slices else (None,)
 
 
 @dataclass(frozen=True, slots=True)

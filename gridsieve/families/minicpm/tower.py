@@ -22,7 +22,7 @@ from gridsieve.common.contract.plan import MediaPlan, Modality
 from gridsieve.families.minicpm.cells import Cells
 from gridsieve.families.minicpm.resampler import Resampler, ResamplerShape
 from gridsieve.families.minicpm.versions import queries_of, version_of
-from gridsieve.families.parts.projected import pass_ends_on, side_of
+from gridsieve.families.parts.projected import PassingSiglipAttention, side_of
 from gridsieve.families.parts.tiles import check_plan
 from gridsieve.services.encoder.tower.attention import Attend, Resampling
 from gridsieve.services.encoder.tower.packing import PackedLayout
@@ -81,6 +81,7 @@ class _MiniCPMV(TowerModel):
     layers_at = "vpm.encoder.layers"
     patch_embedding = "vpm.embeddings.patch_embedding."
     unread = ("vpm.encoder.",)
+    passing_on = (PassingSiglipAttention,)
 
     def __init__(self, vision: SiglipVisionConfig, queries: int, width: int) -> None:
         super().__init__(vision)
@@ -88,7 +89,6 @@ class _MiniCPMV(TowerModel):
         self.vpm = SiglipVisionModel(vision)
         self.resampler = Resampler(queries, width, vision.hidden_size)
         self.resampling = Resampling(queries, self.resampler.attn.num_heads, self.resampler.attn.head_dim)
-        pass_ends_on(self.vpm)
 
     def embed_with(self, loaded: LoadedModel, normalisation: Normalisation) -> None:
         super().embed_with(loaded, normalisation)

@@ -18,7 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel, Qwen
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.services.generation.loading.text_family import TextClasses, TextFamily
+from gridsieve.services.generation.loading.text_family import StoredVectors, TextClasses, TextFamily
 
 # Of transformers 5, and of published checkpoints, whose output layer is below the text model, too.
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.")
@@ -60,7 +60,7 @@ def by_text_type(
     return TextFamily(config, classes, prefixes, **others)
 
 
-def linear_family(config_class: Any, whole_class: Any, stored: Sequence[str] = ()) -> TextFamily:
+def linear_family(config_class: Any, whole_class: Any, stored: Sequence[StoredVectors] = ()) -> TextFamily:
     """config_class, whole_class: transformers', of the whole model. stored: see `TextFamily`."""
     return by_text_type(
         config_class, whole_class, LINEAR_CLASSES, _TEXT_PREFIXES, _simplify_rope, position_axes=1, stored=stored

@@ -93,7 +93,7 @@ def load_projected(
     )
 
 
-class _SiglipAttention(SiglipAttention):
+class PassingSiglipAttention(SiglipAttention):
     """CLIP's has the same parts and, other than SigLIP's, passes the ends of sequences on to the attention."""
 
     forward = CLIPAttention.forward
@@ -109,15 +109,6 @@ class _InternVLLayer(InternVLVisionLayer):
         return output
 
 
-def pass_ends_on(layers: nn.Module) -> None:
-    """Makes layers pass the ends of sequences on to the attention."""
-    for module in layers.modules():
-        if isinstance(module, SiglipAttention):
-            module.__class__ = _SiglipAttention
-        elif isinstance(module, InternVLVisionLayer):
-            module.__class__ = _InternVLLayer
-
-
 class _Llava(TowerModel):
     """vision_tower: transformers' model without what is not read. embed: patches and their layout, to rows.
 
@@ -128,6 +119,7 @@ class _Llava(TowerModel):
     parts = (_TOWER, _PROJECTOR)
     embed: Any
     unread = _UNREAD
+    passing_on = (PassingSiglipAttention, _InternVLLayer)
 
     def __init__(self, config: Any, projector: Callable[[Any], nn.Module], projects: bool) -> None:
         super().__init__(config.vision_config)
@@ -145,7 +137,6 @@ class _Llava(TowerModel):
         del self.layers[max(self._selected) :]
         for unread in ("post_layernorm", "head"):
             self._remove(unread)
-        pass_ends_on(self.layers)
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -26,6 +26,7 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import InvalidRequest, StartupError
 from gridsieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
 from gridsieve.common.fields import Fields
+from gridsieve.families.parts.tiled_images import embedded_rows, tile_views
 from gridsieve.services.preprocessing.layouts.family import Family
 from gridsieve.services.preprocessing.layouts.processors import check_processors
 from gridsieve.services.preprocessing.prompt.control_tokens import named_tokens
@@ -126,11 +127,7 @@ class SmolVLM(Family):
             view = View(side, side, through=(first,), lanczos=True)
             return ImageLayout(FrameShape(1, size), (view,), self.video_grid(1, *size), self._picture())
         whole = View(side, side, through=(first, (height, width)), lanczos=True)
-        squares = (
-            View(height, width, row * side, column * side, through=(first,), lanczos=True)
-            for row in range(rows)
-            for column in range(columns)
-        )
+        squares = tile_views(rows, columns, (side, side), through=(first,), lanczos=True)
         pictures = 1 + rows * columns
         frames = FrameShape(pictures, size, tile_columns=columns)
         return ImageLayout(frames, (whole, *squares), Grid(1, pictures, self.tokens), self._in_squares(rows, columns))
@@ -175,13 +172,7 @@ class SmolVLM(Family):
         """As of pixels. Raises InvalidRequest for other squares."""
         if not tile_columns:
             return self.expansion(grid, None)
-        squares = grid.h - 1
-        if grid.w != self.tokens:
-            raise InvalidRequest(field="embeds.grid.w", limit=f"{self.tokens}, the tokens of each square", value=grid.w)
-        if tile_columns < 1 or squares < 1 or squares % tile_columns:
-            text = f"must divide the image's squares, {squares} by embeds.grid.h, got {tile_columns}"
-            raise InvalidRequest(text, field="embeds.tile_columns")
-        return self._in_squares(squares // tile_columns, tile_columns)
+        return self._in_squares(embedded_rows(grid, tile_columns, self.tokens), tile_columns)
 
     def _picture(self) -> Expansion:
         """A whole picture."""

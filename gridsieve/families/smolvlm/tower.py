@@ -62,15 +62,13 @@ class _SmolVLM(TowerModel):
     parts = ("vision_model.", "connector.")
     layers_at = "vision_model.encoder.layers"
     patch_embedding = "vision_model.embeddings.patch_embedding."
+    passing_on = (_Attention,)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config.vision_config)
         self.vision_model: Any = SmolVLMVisionTransformer(config.vision_config)
         self.connector = SmolVLMConnector(config)
         self._side = config.vision_config.image_size // config.vision_config.patch_size
-        for module in self.layers.modules():
-            if isinstance(module, SmolVLMVisionAttention):
-                module.__class__ = _Attention
 
     def embed_with(self, loaded: LoadedModel, normalisation: Normalisation) -> None:
         super().embed_with(loaded, normalisation)

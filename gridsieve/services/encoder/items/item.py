@@ -91,9 +91,9 @@ class Item:
         pruning: ItemPruning,
         cache: EmbedsCache,
         output_bytes: ByteSemaphore,
-        shares: bool = False,
-        in_parts: bool = False,
-        adapter: bytes = b"",
+        shares: bool,
+        in_parts: bool,
+        adapter: bytes,
     ) -> None:
         self.media_index = media_index
         self.plan = plan

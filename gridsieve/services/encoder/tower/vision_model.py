@@ -125,7 +125,8 @@ class TowerModel(nn.Module):
     vision: the config of its layers. parts: prefixes of the weights of its modules. layers_at: the name of the list of
     its layers with attention, all of one class. patch_embed: of patches, from `embed_with` on; patch_embedding: the
     prefix of the weights that it is made of. unread: prefixes of weights that are left out if the model lacks them.
-    resampling: see `find_attention`.
+    resampling: see `find_attention`. passing_on: subclasses of those of transformers' modules in the layers that drop
+    the ends of sequences, which pass them on to the attention.
     """
 
     parts: tuple[str, ...]
@@ -134,6 +135,7 @@ class TowerModel(nn.Module):
     patch_embedding: str
     unread: tuple[str, ...] = ()
     resampling: Resampling | None = None
+    passing_on: tuple[type[nn.Module], ...] = ()
 
     def __init__(self, vision: Any) -> None:
         super().__init__()
@@ -153,7 +155,7 @@ class TowerModel(nn.Module):
         return layers
 
     def run_layers(self, states: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
-        """The output of the layers, (1, P, hidden). The attention of a layer must pass on the keywords that it gets."""
+        """The output of the layers, (1, P, hidden)."""
         for layer in self.layers:
             states = layer(
                 states, attention_mask=None, attend=attend, cu_seq_lens_q=layout.ends, max_length_q=layout.longest
@@ -203,6 +205,9 @@ def assemble(
     vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
     loaded = LoadedModel(model, weights, model.patch_embedding, dtype, device, attend or attend_by_length)
     model.embed_with(loaded, normalisation or read_normalisation(checkpoint))
+    subclasses = {each.__base__: each for each in model.passing_on}
+    for module in model.layers.modules():
+        module.__class__ = subclasses.get(type(module), type(module))
     return loaded.tower(model.layers, sizes=model.sizes(), **tower)
 
 

@@ -39,6 +39,7 @@ _FRAMES = "video/jpeg"
 _MAX_FRAMES = 768
 """Of a video, as FrameSampling has them."""
 _COUNTS = {"fps", "num_frames", "min_frames", "max_frames"}
+_LOCATIONS_OF_FILES = ("file_data", "file_id")
 _CHOSEN_NAMES = {"video_start": "start_s", "video_end": "end_s", "max_slice_nums": "max_slices"}
 _READ_NAMES = {"frames_indices": "frame_indices", "duration": "end_s"}
 
@@ -130,9 +131,14 @@ def media_names(part: MediaOptions, request: MediaOptions, here: str, location: 
 def _location_of(part: MediaPart) -> str:
     """The field of a part that says where its media are."""
     if isinstance(part, FilePart):
-        return "file.file_id" if part.file.file_id is not None else "file.file_data"
-    location = getattr(part, part.type)
-    return part.type if isinstance(location, str) else f"{part.type}.url"
+        return f"file.{location_in(part.file, _LOCATIONS_OF_FILES)}"
+    return location_in(part, [part.type])
+
+
+def location_in(part: Strict, fields: Sequence[str]) -> str:
+    """The one of these fields that is set, of an object its URL."""
+    field = next(field for field in fields if getattr(part, field) is not None)
+    return f"{field}.url" if isinstance(getattr(part, field), Location) else field
 
 
 def _part(part: AnyPart, name: str, request: ChatRequest, uploads: Uploads) -> tuple[Part, MediaNames | None]:
@@ -234,7 +240,7 @@ def _times(frames: int, reading: Mapping[str, Any], name: str) -> tuple[float, .
 
 def _source(part: MediaPart, name: str, uploads: Uploads) -> Source:
     if isinstance(part, FilePart):
-        return source_of(part.file, ("file_data", "file_id"), f"{name}.file", uploads)
+        return source_of(part.file, _LOCATIONS_OF_FILES, f"{name}.file", uploads)
     location: Location | str = getattr(part, part.type)
     return _located(location if isinstance(location, str) else location.url, f"{name}.{_location_of(part)}")
 

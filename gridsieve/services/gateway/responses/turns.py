@@ -19,9 +19,9 @@ from gridsieve.client.prompt import Message, Part, Role, Text
 from gridsieve.client.tools import ToolCall
 from gridsieve.common.contract.errors import within
 from gridsieve.common.contract.wire import completed
-from gridsieve.services.gateway.chat.content import Turn, content_of, media, media_names, source_of
+from gridsieve.services.gateway.chat.content import Turn, content_of, location_in, media, media_names, source_of
 from gridsieve.services.gateway.chat.names import FieldNames, MediaNames, TurnNames
-from gridsieve.services.gateway.chat.request import Location, PruningFields
+from gridsieve.services.gateway.chat.request import PruningFields
 from gridsieve.services.gateway.files import Uploads
 from gridsieve.services.gateway.responses.earlier import Earlier
 from gridsieve.services.gateway.responses.request import (
@@ -114,13 +114,7 @@ def _part(part: AnyPart, name: str, request: ResponsesRequest, uploads: Uploads)
     source = source_of(part, _LOCATIONS[part.type], name, uploads)
     pruned = part.model_copy(update={"pruning": _pruning_of(part, name, request)})
     item = media(source, name, pruned, request, asks_for_image=isinstance(part, InputImage))
-    return item, media_names(part, request, name, _location_of(part))
-
-
-def _location_of(part: MediaPart) -> str:
-    """The field that says where its media are."""
-    name = next(name for name in _LOCATIONS[part.type] if getattr(part, name) is not None)
-    return f"{name}.url" if isinstance(getattr(part, name), Location) else name
+    return item, media_names(part, request, name, location_in(part, _LOCATIONS[part.type]))
 
 
 def _pruning_of(part: MediaPart, name: str, request: ResponsesRequest) -> PruningFields | None:

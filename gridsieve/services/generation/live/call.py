@@ -21,7 +21,7 @@ from gridsieve.services.generation.live.frames import SLICE_FRAMES, DropReason, 
 from gridsieve.services.generation.live.options import Options, ask_of
 from gridsieve.services.generation.live.pictures import picture_of
 from gridsieve.services.generation.live.responses import LiveResponses
-from gridsieve.services.generation.live.segments import SegmentFailed
+from gridsieve.services.generation.live.segments import SegmentFailed, Segments
 from gridsieve.services.generation.live.session_writer import SessionWriter, check_upstream
 from gridsieve.services.generation.live.sessions import LiveSessions
 from gridsieve.services.generation.live.source_metrics import Sources
@@ -66,7 +66,8 @@ class LiveCall:
         self._session = session = Session(request_id, wanted.window_tokens, wanted.answer_tokens, block_tokens)
         self._responses = LiveResponses(session, model.tokenizer, wanted.snapshots)
         self.responses = self._responses.queue
-        self._writer = SessionWriter(wanted, session, self._responses, engine, media, model, inbox, options)
+        segments = Segments(wanted, session, self._responses, engine, model, inbox)
+        self._writer = SessionWriter(wanted, session, self._responses, segments, media, model, options)
         self._sessions, self._charge, self._charged_bytes = sessions, charge, 0
         self._frames = Frames(wanted.fps, sessions.hold)
         self._waiting: Waiting[Ask] = Waiting(lambda late: self._responses.count_dropped(late.used, DropReason.LATE))

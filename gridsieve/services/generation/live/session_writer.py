@@ -17,8 +17,6 @@ from gridsieve.common.contract.errors import InvalidRequest, MediaRejected, Over
 from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.common.contract.wire import pruning_message
-from gridsieve.services.generation.answers.events import Inbox
-from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.live import prompts
 from gridsieve.services.generation.live.ask import Ask
 from gridsieve.services.generation.live.frames import FramePair
@@ -41,8 +39,8 @@ class _Resized(SessionFull):
 
 
 class SessionWriter:
-    """responses: says what happens. inbox: of the running event loop. options: makes the arguments of an upstream call
-    that begins now: what time is left, and metadata. window: what it begins again with.
+    """responses: says what happens. segments: computes what is written. options: makes the arguments of an upstream
+    call that begins now: what time is left, and metadata. window: what it begins again with.
     """
 
     def __init__(
@@ -50,15 +48,13 @@ class SessionWriter:
         wanted: Options,
         session: Session,
         responses: LiveResponses,
-        engine: Engine,
+        segments: Segments,
         media: MediaClient,
         model: ServedModel,
-        inbox: Inbox,
         options: Callable[[], dict[str, Any]],
     ) -> None:
-        self._wanted, self._session, self._responses = wanted, session, responses
+        self._wanted, self._session, self._responses, self._segments = wanted, session, responses, segments
         self._media, self._model, self._options = media, model, options
-        self._segments = Segments(wanted, session, responses, engine, model, inbox)
         self._turn = Turn(session)
         self.window = Window(session, wanted.window_s, wanted.live.recurrent)
 

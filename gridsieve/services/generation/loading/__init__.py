@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
@@ -14,7 +16,7 @@ from gridsieve.services.generation.loading.fp8_blocks import fp8_blocks
 from gridsieve.services.generation.loading.int4 import Int4Layers, int4_format
 from gridsieve.services.generation.loading.quantised import TEXT_OF_WHOLE, load_quantised
 from gridsieve.services.generation.loading.quantization_config import is_quantised
-from gridsieve.services.generation.loading.text_family import TextFamily
+from gridsieve.services.generation.loading.text_family import StoredVectors, TextFamily
 from gridsieve.services.generation.loading.text_model import in_float32, make_text, shard_text, with_output_layer
 from gridsieve.services.generation.loading.weights import fill, has_weights, read_weights
 from gridsieve.services.generation.model.language_model import LanguageModel
@@ -45,15 +47,21 @@ def load_language_model(
     model = replace(model, position_axes=family.position_axes)
     if not family.stored:
         return model
-    for name in family.stored:
-        if vector := read_weights(checkpoint, name, model.dtype, device, {}):
-            return model.with_stored(vector[""])
-    raise StartupError(f"missing weights ['{family.stored[-1]}']")
+    config = family.config(checkpoint)
+    return model.with_stored(torch.cat([_vectors(each, checkpoint, config, model.dtype) for each in family.stored]))
 
 
 def _family(checkpoint: Checkpoint) -> TextFamily:
     found: TextFamily = family_of(checkpoint).load("text")
     return found
+
+
+def _vectors(stored: StoredVectors, checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Tensor:
+    """On the host, [n, D]: the weight may have many more rows."""
+    for name in stored.names:
+        if found := read_weights(checkpoint, name, dtype, torch.device("cpu"), {}):
+            return found[""].view(-1, found[""].shape[-1])[stored.rows(config)]
+    raise StartupError(f"missing weights ['{stored.names[-1]}']")
 
 
 def _load(

@@ -23,6 +23,18 @@ class TextClasses:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredVectors:
+    """Vectors of a checkpoint that prompts name by ids after the vocabulary's last.
+
+    names: of the weight that has them, one vector [D] or a row for each [n, D]; the first that the checkpoint has is
+        read. rows: for the config of the whole model, those of the rows that prompts name.
+    """
+
+    names: Sequence[str]
+    rows: Callable[[Any], slice] = lambda config: slice(None)
+
+
+@dataclass(frozen=True, slots=True)
 class TextFamily:
     """How the language models of one model type differ from those of others.
 
@@ -31,8 +43,7 @@ class TextFamily:
     prefixes: of the text model's weights; the first that the checkpoint has is used.
     position_axes: see `LanguageModel`.
     embed_levels: for a config, see `LanguageModel`.
-    stored: names of a vector that prompts name by the id after the vocabulary's last; the first that the checkpoint has
-        is read. Empty if there is none.
+    stored: vectors that have the ids after the vocabulary's last, in this order.
     plan: transformers' tensor-parallel plan, if the text config has none.
     named: for a config, maps a stored name after the prefix to the text model's.
     change: changes the weights that were read to those that the text model takes.
@@ -43,7 +54,7 @@ class TextFamily:
     prefixes: Sequence[str]
     position_axes: int = 3
     embed_levels: Callable[[Any], int] = lambda config: 0
-    stored: Sequence[str] = ()
+    stored: Sequence[StoredVectors] = ()
     plan: Mapping[str, str] | None = None
     named: Callable[[Any], Named] = lambda config: as_stored
     change: Callable[[nn.Module, dict[str, Tensor]], None] = lambda text, weights: None

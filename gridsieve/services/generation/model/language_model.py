@@ -51,9 +51,9 @@ class LanguageModel:
         """int64 [3, T] as `text` takes them: [3, 1, T] or [1, T], which a model without positions ignores."""
         return positions[:, None] if self.position_axes == len(positions) else positions[:1]
 
-    def with_stored(self, *vectors: Tensor) -> LanguageModel:
-        """The model with vectors [D] that prompts name by the ids after the vocabulary's."""
-        table = nn.Embedding.from_pretrained(torch.cat([self.embed_tokens.weight, torch.stack(vectors)]))
+    def with_stored(self, vectors: Tensor) -> LanguageModel:
+        """The model with vectors [n, D], of its dtype, that prompts name by the ids after the vocabulary's."""
+        table = nn.Embedding.from_pretrained(torch.cat([self.embed_tokens.weight, vectors.to(self.device)]))
         self.text.embed_tokens = table  # of which it keeps no second copy
         return replace(self, embed_tokens=table, stored=len(vectors))
 

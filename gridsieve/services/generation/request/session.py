@@ -99,7 +99,7 @@ class Session:
     def held(self) -> int:
         return self.ids.size
 
-    def evict(self, rows: int = 0, before: int = 0) -> int:
+    def evict(self, rows: int, before: int) -> int:
         """Evicts the segments below number `before`, and older ones until `rows` more fit into the window.
 
         Returns how many rows went. Raises PromptTooLong, and evicts nothing, if they do not fit beside the first
