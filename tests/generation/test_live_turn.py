@@ -1,17 +1,24 @@
-"""The turn of a live session: what its next slice builds on."""
+"""The turn of a live session: what its next slice builds on, also where the services that it calls fail."""
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
 
+from gridsieve.common.contract.errors import MediaRejected
 from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.services.generation.live.frames import US_PER_S, Frame, FramePair
+from gridsieve.services.generation.live.session_writer import SessionWriter
 from gridsieve.services.generation.live.turn import Turn
 from gridsieve.services.generation.request.live_cuts import SliceSegment
 from gridsieve.services.generation.request.session import Segment, Session
+from tests.tiny import BLOCK_TOKENS
 
 ROWS = np.arange(4, dtype=np.int32)
 SEGMENT = Segment(ROWS, np.tile(ROWS, (3, 1)), 4)
@@ -65,3 +72,17 @@ def test_only_files_that_settled_keep_nothing() -> None:
         assert turn.base_of(again).keeps_nothing_of(again) == nothing
         other = again.showing(b"another", b"picture")
         assert not turn.base_of(other).keeps_nothing_of(other)
+
+
+async def test_a_slice_whose_decoder_fails_is_refused_and_the_session_keeps_what_it_has_seen() -> None:
+    """Unlike one of another size, after which the session begins again."""
+    failed = MediaRejected("cannot be decoded: its decoder crashed", field="prompt.messages[0].parts[0].video.frames")
+    media = Mock(open=Mock(side_effect=[failed, nullcontext()]))
+    session, responses = Session("live", 64, 16, BLOCK_TOKENS), AsyncMock()
+    wanted = Mock(pruning=ItemPruning(threshold=0.05, method="pixel_change"), max_pixels=None, window_s=math.inf)
+    writer = SessionWriter(wanted, session, responses, Mock(), media, Mock(), Mock(), dict)
+    writer._turn.append(shown(0), WHOLE, number=0, whole=True)
+    with pytest.raises(MediaRejected, match="its decoder crashed"):
+        await writer.write(shown(1))
+    assert media.open.call_count == 1
+    assert not responses.mock_calls

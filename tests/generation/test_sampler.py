@@ -213,15 +213,6 @@ def test_a_token_of_probability_0_is_never_drawn(
     assert ids(odds.log()[None], [state_of(replace(DRAWN, temperature=temperature), [0])]) == [drawn]
 
 
-def test_log_probabilities_are_of_raw_logits_whatever_the_options() -> None:
-    chosen_otherwise = replace(DRAWN, temperature=3.0, top_k=4, repetition_penalty=1.5, logprobs=True)
-    logits = logits_of(2, 2)
-    first, second = sample(logits, [state_of(chosen_otherwise, [1, 2]), state_of(GREEDY, [0])])
-    expected = float(logits[0, first.token_id].double() - logits[0].double().logsumexp(-1))
-    assert first.logprob == pytest.approx(expected, abs=1e-5)
-    assert second.logprob is None
-
-
 @settings(max_examples=40)
 @given(
     values=st.lists(st.integers(-3, 3), min_size=25, max_size=40),
@@ -275,26 +266,3 @@ def test_draft_tokens_are_accepted_while_they_equal_the_tokens_sampled_one_by_on
         expected.append(answer)
     states = [state_of(each, [0]) for each, _ in batch]
     assert sample_and_verify(torch.cat(rows), states, drafts) == expected
-
-
-def test_drafts_leave_the_distribution_of_answers_as_it_is() -> None:
-    """20,000 answers of two tokens, drafted by a head that is often wrong, from logits that follow the first token."""
-    draw, number, size = torch.Generator().manual_seed(5), 20_000, 4
-    first, second = torch.randn(size, generator=draw), torch.randn(size, size, generator=draw)
-    drafted = torch.randint(size, (number,), generator=draw).tolist()
-    states = [state_of(SamplingParams(2, temperature=0.7, seed=seed), [0]) for seed in range(number)]
-    rows = torch.stack([first.expand(number, size), second[drafted]], dim=1).flatten(0, 1)
-    answers = [
-        [token.token_id for token in each]
-        for each in sample_and_verify(rows, states, [[token] for token in drafted])
-        if not isinstance(each, Exception)
-    ]
-    rejected = [index for index, answer in enumerate(answers) if len(answer) == 1]
-    rest = sample(second[[answers[index][0] for index in rejected]], [states[index] for index in rejected])
-    for index, token in zip(rejected, rest, strict=True):
-        answers[index].append(token.token_id)
-    expected = (first / 0.7).softmax(-1)[:, None] * (second / 0.7).softmax(-1) * number
-    found = torch.bincount(torch.tensor([size * a + b for a, b in answers]), minlength=size * size).view(size, size)
-    assert 0.1 < 1 - len(rejected) / number < 0.9
-    chi_squared = float(((found - expected) ** 2 / expected).sum())
-    assert chi_squared < 30.6  # the 99th percentile of 15 degrees of freedom
