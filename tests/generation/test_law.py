@@ -21,7 +21,7 @@ MOST = pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"], scope="module"
 # Heads of which a half is rotated in pairs, one-dimensional positions without and with text between slices, stored
 # vectors between rows, whole grids, and experts.
 OTHERS = ("glm4v", "internvl", "llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe")
-LAW = settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+LAW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ wishes = st.builds(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(wishes, min_size=4, max_size=4), st.data())
 def test_answers_are_those_without_overlap(models: Models, wishes: list[SamplingParams], data: st.DataObject) -> None:
     """In a cache that may be too small for all, with answers that a token or a stop string ends early, and with words
