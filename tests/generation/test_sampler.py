@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,10 +31,10 @@ from gridsieve.services.generation.sampling.sampler import (
     SampledToken,
     SamplingParams,
     SamplingState,
+    choose,
     sample_and_verify,
 )
 from gridsieve.services.generation.sampling.structured import Grammars
-from tests.generation.sampled import sample
 from tests.tiny import Models
 
 VOCABULARY = 61
@@ -61,6 +62,15 @@ params = st.builds(
     bad_words=st.lists(st.lists(likely, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
 )
 prompts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20)
+
+
+def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
+    """Samples one token for each row, waits for it, and adds it to the row's state. logits: [B, V], any float dtype."""
+    choice = choose(logits, states)
+    sampled = choice.read()
+    for error in choice.errors.values():
+        raise error
+    return sampled
 
 
 def logits_of(seed: int, rows: int = 1) -> torch.Tensor:
