@@ -8,11 +8,13 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.encoder.pruning.vidcom2 import slice_budgets
 from tests.encoder.kept import RATES, check_kept, exact_count, videos
 
 # Float32 errors: of a sum of ten Gaussians of distances between unit vectors, and of its mean over a slice.
@@ -147,3 +149,20 @@ def test_values_that_are_not_finite_or_overflow_are_dropped_first() -> None:
     for places, lost in zip(slices, ({1, 4}, {2, 3, 4}, {2}), strict=True):
         assert places.size >= 1
         assert not lost & set(places.tolist()) or set(range(6)) - lost <= set(places.tolist())
+
+
+@st.composite
+def budget_cases(draw: st.DrawFn) -> tuple[list[float], int, int]:
+    slice_tokens = draw(st.integers(1, 12))
+    quotas = draw(st.lists(st.floats(0, 1.5 * slice_tokens) | st.integers(0, 12).map(float), min_size=1, max_size=10))
+    return quotas, slice_tokens, draw(st.integers(len(quotas), len(quotas) * slice_tokens))
+
+
+@settings(max_examples=60)
+@given(budget_cases())
+def test_quotas_are_rounded_by_largest_remainder(case: tuple[list[float], int, int]) -> None:
+    quotas, slice_tokens, count = case
+    budgets = slice_budgets(torch.tensor(quotas, dtype=torch.float64), slice_tokens, count).tolist()
+    assert sum(budgets) == count
+    assert all(1 <= budget <= slice_tokens for budget in budgets)
+    assert budgets == exact_budgets(quotas, slice_tokens, count)

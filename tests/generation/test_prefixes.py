@@ -310,6 +310,17 @@ def test_the_least_recently_released_prefix_is_evicted_first_from_its_end() -> N
     assert (found(b"old"), found(b"new")) == ([False, False], [True, False])
 
 
+def test_a_serial_is_never_used_again() -> None:
+    """Otherwise a block with new content could pass for the parent of blocks that followed its old content."""
+    allocator = BlockAllocator(2, block_tokens=16)
+    blocks = allocator.allocate(2)
+    first = allocator.cache(blocks[0], ROOT, b"a", ())
+    allocator.decref(blocks)
+    again = allocator.allocate(2)
+    assert allocator.lookup(ROOT, b"a") is None
+    assert allocator.cache(again[0], ROOT, b"a", ()) != first
+
+
 def test_owners_live_until_their_block_is_evicted() -> None:
     owner = threading.Event()
     seen = weakref.ref(owner)

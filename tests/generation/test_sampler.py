@@ -223,6 +223,15 @@ def test_a_token_of_probability_0_is_never_drawn(
     assert ids(odds.log()[None], [state_of(replace(DRAWN, temperature=temperature), [0])]) == [drawn]
 
 
+def test_log_probabilities_are_of_raw_logits_whatever_the_options() -> None:
+    chosen_otherwise = replace(DRAWN, temperature=3.0, top_k=4, repetition_penalty=1.5, logprobs=True)
+    logits = logits_of(2, 2)
+    first, second = sample(logits, [state_of(chosen_otherwise, [1, 2]), state_of(GREEDY, [0])])
+    expected = float(logits[0, first.token_id].double() - logits[0].double().logsumexp(-1))
+    assert first.logprob == pytest.approx(expected, abs=1e-5)
+    assert second.logprob is None
+
+
 @settings(max_examples=40)
 @given(
     values=st.lists(st.integers(-3, 3), min_size=25, max_size=40),
