@@ -8,6 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -237,6 +238,14 @@ async def test_a_slow_tower_holds_the_decoder_back_until_the_entry_is_closed(
         await asyncio.wait_for(other.wait_for_change(), TIMEOUT_S)
     assert gated.forwards == [[1], [2], [7]]  # 2 was running; 3 has left the queue
     other.close()
+
+
+async def test_an_entry_without_memory_for_its_buffer_holds_no_bytes(batcher: Batcher) -> None:
+    semaphore = ByteSemaphore(SLICE_BYTES)
+    entry = PendingEntry(b"", b"", plan_of(1), TOWER, batcher, semaphore)
+    with patch.object(torch, "empty", side_effect=torch.OutOfMemoryError), pytest.raises(torch.OutOfMemoryError):
+        await entry.reserve()
+    assert semaphore.held_bytes == 0
 
 
 # --- over gRPC --------------------------------------------------------------------------------------------------
