@@ -329,6 +329,22 @@ def test_drafts_that_a_grammar_forbids_are_left_out(both: Models) -> None:
     assert {call.args for call in told.count_drafts.call_args_list} == {(asked.request, 0)}
 
 
+def test_a_step_is_computed_without_drafts_if_drafting_fails(both: Models) -> None:
+    tiny, drafter = drafting_engine(both, 3)
+    failures = iter([torch.OutOfMemoryError("a test"), *[None] * 99])
+
+    def failing(chunks: Sequence[Chunk]) -> list[list[int]]:
+        if error := next(failures):
+            raise error
+        return [[0] * chunk.num_draft_tokens for chunk in chunks]
+
+    drafter._guess = failing  # type: ignore[method-assign]
+    asked = tiny.ask("a", [Text((20, 21, 22))], SamplingParams(8))
+    tiny.drain()
+    assert asked.finished
+    assert asked.finished.draft_tokens
+
+
 def test_a_request_drafts_while_that_brings_more_than_it_costs() -> None:
     payoff = Payoff()
     good, bad = (make_request(name, [Text((1,))], SamplingParams(9)).request for name in ("good", "bad"))

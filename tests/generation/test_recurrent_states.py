@@ -16,7 +16,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from gridsieve.services.generation.model.runner import LaunchedStep, Runner, SampledStep
 from gridsieve.services.generation.model.states import RESERVED, StateCache
+from gridsieve.services.generation.request.batch import Chunk
 from gridsieve.services.generation.sampling.sampler import SamplingParams
 from gridsieve.services.generation.sampling.structured import Grammars
 from tests.generation.paged_kernels import use_paged
@@ -157,6 +159,30 @@ def test_rows_that_only_fill_a_replayed_step_write_no_state(models: Models) -> N
     asked += answer(engine, [turn])
     assert asked[-1].request.cached_tokens > 9
     assert_law(models, engine, [*questions, turn], asked)
+
+
+def test_a_step_that_failed_is_computed_again_from_the_same_states(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, failed = TinyEngine(models.engine), []
+    launch = Runner.launch
+
+    def fail_after_the_forward(runner: Runner, chunks: list[Chunk], before: SampledStep | None = None) -> LaunchedStep:
+        launched = launch(runner, chunks, before)
+        if len(chunks) > 1 and len(failed) < 3:
+            failed.append(chunks)
+            raise torch.OutOfMemoryError
+        return launched
+
+    monkeypatch.setattr(Runner, "launch", fail_after_the_forward)
+    questions = [Question((text(30 * number, 9 + number),), 8) for number in range(3)]
+    asked = answer(engine, questions)
+    monkeypatch.undo()
+    assert len(failed) == 3
+    for each in asked:  # logits of failed steps were recorded, too
+        assert not each.failed
+    plain = TinyEngine(models.engine)
+    assert [each.answer for each in answer(plain, questions)] == [each.answer for each in asked]
 
 
 def test_states_take_the_memory_that_their_sizes_say(models: Models) -> None:
