@@ -129,14 +129,3 @@ def test_a_resamplers_kernel_is_tried_with_its_own_queries_and_heads(tmp_path: P
     with patch.object(vision_model, "find_attention", return_value=None) as found:
         load_tower(Checkpoint(tmp_path), "float32", CPU)
     assert found.call_args.args[-1] == Resampling(minicpm.QUERIES["2.6"], minicpm.WIDTH // 128, 128)
-
-
-def test_attention_by_length_is_registered_for_rows_on_cuda() -> None:
-    """Of a tower in float32, or with --tower-attention sdpa; tests/gpu computes with it."""
-    assert torch._C._dispatch_has_kernel_for_dispatch_key("gridsieve::attend_by_length", "CUDA")
-
-
-def test_cudnn_attention_is_disabled_on_cuda() -> None:
-    with patch.object(torch.backends.cuda, "enable_cudnn_sdp") as enable:
-        find_attention("sdpa", CUDA, torch.bfloat16, 2, 64)
-    enable.assert_called_once_with(False)

@@ -9,11 +9,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from torch import Tensor
 
 from gridsieve.common.contract.errors import Unavailable
 from gridsieve.services.encoder.items.batcher import Batcher, ForwardTimes
-from gridsieve.services.encoder.tower.graph_buckets import Size
 from tests.encoder.gated_tower import BUG, TIMEOUT_S, TOO_LARGE, TOO_LARGE_WITH_OTHERS, GatedTower, limit_of
 
 Submitted = tuple[Future[ForwardTimes], Tensor]
@@ -236,15 +233,6 @@ def test_a_forward_that_the_queue_more_than_fills_is_launched_while_another_one_
     for name, (encoded, target) in found.items():
         encoded.result(TIMEOUT_S)
         assert (target == name).all()
-
-
-def test_only_what_fills_a_forward_is_read_of_a_long_queue(tower: GatedTower) -> None:
-    batcher, read = Batcher(tower.encode, limit_of(10)), list[int]()
-    for name in range(1000):
-        submitted(batcher, name, 4)
-    with patch.object(Size, "__add__", lambda size, other: read.append(1) or replace(size, tokens=size.tokens + 4)):
-        assert batcher._full
-    assert len(read) == 3, "two fit, the third tells that no more do"
 
 
 def test_an_error_of_the_device_that_shows_late_fails_what_runs_and_ends_the_batcher(

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -43,6 +43,7 @@ from gridsieve.services.encoder.tower.graph_buckets import PackingLimit, Size
 from gridsieve.services.encoder.tower.graphs import with_graphs
 from gridsieve.services.encoder.tower.parallel.exchange import Exchange
 from gridsieve.services.encoder.tower.parallel.tower import DataParallelTower, packing_of
+from gridsieve.services.encoder.tower.patches import Frames
 from gridsieve.services.encoder.tower.tower import Tower
 from tests.adapters import write_adapter
 from tests.encoder.encoder_service import tower_of
@@ -50,7 +51,7 @@ from tests.encoder.test_graphs import assert_same
 from tests.encoder.test_kept_frames import kept_frames
 from tests.encoder.test_llava import frames_of
 from tests.encoder.test_minicpmv import groups
-from tests.families import load_reference, minicpm, nemotron
+from tests.families import load_reference
 
 TIMEOUT_S = 20
 PAIR = ((2, 3, 3), (2, 3, 3))
@@ -179,11 +180,34 @@ def test_any_slices_are_encoded_as_by_one_tower_and_keep_their_order(
     assert_same(four[0].encode(slices), [tower.encode([each])[0] for each in slices])
 
 
-@pytest.mark.parametrize("kind", ["internvl", "llava_pixtral"])
-def test_other_towers_are_shared_out_as_well(kind: str, make: MakeRanks, checkpoints: Callable[[str], Path]) -> None:
-    other = tower_of(checkpoints(kind))
-    slices = frames_of(kind) * 2
-    assert_same(make(2, other)[0].encode(slices), [other.encode([each])[0] for each in slices])
+def of_windows(tower: Tower) -> list[Frames]:
+    """A whole slice, and slices of which some tokens were chosen."""
+    whole, side_px = slices_of(tower, *[(2, 5, 4)] * 6), tower.patches.token_px
+    kept = ([0], [3, 7, 19], range(20), [18, 19], [4, 9])
+    return [whole[0], *(kept_frames(each, tokens, side_px) for each, tokens in zip(whole[1:], kept, strict=True))]
+
+
+def unrounded(tower: Tower) -> list[Frames]:
+    return [each / 1.7 for each in slices_of(tower, (1, 2, 3), (2, 2, 3), (2, 1, 1), (1, 4, 2))]
+
+
+# By family: whole frames, groups of frames with their times, pixels that are not rounded, and chosen tokens.
+KINDS: Mapping[str, Callable[[Tower], Sequence[Frames]]] = {
+    "internvl": lambda _: frames_of("internvl") * 2,
+    "llava_pixtral": lambda _: frames_of("llava_pixtral") * 2,
+    "minicpmv_4_5": lambda _: groups(),
+    "nemotron_h_omni": unrounded,
+    "qwen2_5_vl": of_windows,
+}
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_slices_of_each_kind_are_shared_out(family: str, make: MakeRanks, checkpoints: Callable[[str], Path]) -> None:
+    tower = tower_of(checkpoints(family))
+    towers, others = make(2, tower)
+    slices = KINDS[family](tower)
+    assert_same(towers.encode(slices), [tower.encode([each])[0] for each in slices])
+    assert all(forwards_of(towers, others))
 
 
 def test_every_rank_encodes_its_share_with_the_adapter_of_the_forward(
@@ -195,34 +219,6 @@ def test_every_rank_encodes_its_share_with_the_adapter_of_the_forward(
     slices, digest = slices_of(tower, *PAIR, (1, 4, 2)), tower.adapters["mine"]
     for adapter in (digest, b""):
         assert_same(towers.encode(slices, adapter), [tower.encode([each], adapter)[0] for each in slices])
-    assert all(forwards_of(towers, others))
-
-
-def test_groups_of_frames_are_shared_out_with_their_times(make: MakeRanks, tmp_path: Path) -> None:
-    minicpm.write(tmp_path, 1, "4.5")
-    tower = tower_of(tmp_path)
-    towers, others = make(2, tower)
-    assert_same(towers.encode(groups()), [tower.encode([each])[0] for each in groups()])
-    assert all(forwards_of(towers, others))
-
-
-def test_frames_that_are_not_rounded_are_shared_out_as_they_are(make: MakeRanks, tmp_path: Path) -> None:
-    nemotron.write(tmp_path, 1)
-    tower = tower_of(tmp_path)
-    towers, others = make(2, tower)
-    slices = [each / 1.7 for each in slices_of(tower, (1, 2, 3), (2, 2, 3), (2, 1, 1), (1, 4, 2))]
-    assert_same(towers.encode(slices), [tower.encode([each])[0] for each in slices])
-    assert all(forwards_of(towers, others))
-
-
-def test_chosen_tokens_are_shared_out_with_their_places(make: MakeRanks, tiny_checkpoint: Path) -> None:
-    """Beside whole slices, in the tower with windows."""
-    tower = tower_of(tiny_checkpoint)
-    towers, others = make(3, tower)
-    whole, side_px = slices_of(tower, *[(2, 5, 4)] * 6), tower.patches.token_px
-    kept = ([0], [3, 7, 19], range(20), [18, 19], [4, 9])
-    slices = [whole[0], *(kept_frames(each, tokens, side_px) for each, tokens in zip(whole[1:], kept, strict=True))]
-    assert_same(towers.encode(slices), [tower.encode([each])[0] for each in slices])
     assert all(forwards_of(towers, others))
 
 

@@ -47,16 +47,6 @@ def random_embeds(tower: Tower, seed: int, grid: Grid = GRID) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("rate", "method"), [(0.0, ""), (0.5, "evs")])
-async def test_embeddings_brought_back_are_answered_like_their_media(stack: Stack, rate: float, method: str) -> None:
-    media = [VIDEO, IMAGE]
-    unpruned = embeds_in(await stack.encode(first_request(media), SELECT_ALL))
-    tensors = [tensor_message(torch.from_numpy(each.embeds.copy())) for each in unpruned.values()]
-    again = [media_with(tensor, each.grid, each.modality) for tensor, each in zip(tensors, media, strict=True)]
-    from_pixels = embeds_in(await stack.encode(first_request(media, rate, method), SELECT_ALL))
-    assert embeds_in(await stack.encode(first_request(again, rate, method), SELECT_ALL)) == from_pixels
-
-
 async def test_preprocessing_gets_a_digest_in_place_of_the_tensor(stack: Stack) -> None:
     media = brought(random_embeds(stack.tower, 1))
     assert media.embeds is not None

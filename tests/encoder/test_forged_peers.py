@@ -1,4 +1,7 @@
-"""The encoder and generation behind hostile peers, which send any bytes and any status: they answer and serve on."""
+"""The encoder behind a hostile peer, which sends any bytes and any status: it answers and serves on.
+
+Generation reads its peers by the same code; what it checks itself is in `generation/test_media.py`.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,11 @@ from gridsieve.services.encoder.rpc.servicer import EncoderServicer
 from gridsieve.services.encoder.tower.parallel.tower import packing_of
 from gridsieve.services.encoder.tower.tower import Tower
 from gridsieve.v1 import prompt_pb2, tensor_pb2
-from gridsieve.v1.encoder_pb2 import EncodeResponse
 from gridsieve.v1.encoder_pb2_grpc import EncoderServiceStub
-from tests.common.loopback import TIMEOUT_S, eventually, serving, speaking
+from gridsieve.v1.preprocessing_pb2 import PreprocessResponse
+from tests.common.loopback import TIMEOUT_S, serving, speaking
 from tests.encoder.encoder_peers import FINGERPRINT, VIDEO
 from tests.encoder.encoder_service import SELECT_ALL, first_request
-from tests.generation.generation_service import service_of
 
 Behaviour = Callable[[Any, Any], AsyncIterator[bytes]]
 # Opens a call to the service under test, which calls the peer.
@@ -37,40 +39,27 @@ Ask = Callable[[], Any]
 Behind = Callable[[Behaviour], AbstractAsyncContextManager[Ask]]
 
 
-@asynccontextmanager
-async def encoder_behind(upstream: grpc.aio.Channel, folder: Path, tower: Tower) -> AsyncIterator[Ask]:
-    batcher = Batcher(tower.encode, packing_of(tower, 64))
-    batcher.start()
-    cache = EmbedsCache(tower, batcher, ByteSemaphore(2**20), 0)
-    servicer = EncoderServicer(FINGERPRINT, cache, ByteSemaphore(2**20), upstream)
-    async with serving(f"unix:{folder}/e", servicer) as channel:
-        stub = EncoderServiceStub(channel)
-        yield lambda: stub.Encode(iter([first_request([VIDEO]), SELECT_ALL]), timeout=TIMEOUT_S)
-        assert cache.encoding_bytes.held_bytes == 0
-    batcher.close()
-
-
-@asynccontextmanager
-async def generation_behind(upstream: grpc.aio.Channel, folder: Path, checkpoint: Path) -> AsyncIterator[Ask]:
-    async with service_of(folder, checkpoint, encoder_channel=upstream) as service:
-        yield service.ask
-        await eventually(service.idle)
-
-
-@pytest.fixture(params=["encoder", "generation"])
-def behind(request: pytest.FixtureRequest, tmp_path: Path, tower: Tower, tiny_checkpoint: Path) -> Behind:
-    """Runs either service behind a peer with the given behaviour."""
-    method, address = "PreprocessingService/Preprocess", f"unix:{tmp_path}/peer"
-    if request.param == "generation":
-        method = "EncoderService/Encode"
+@pytest.fixture
+def behind(tmp_path: Path, tower: Tower) -> Behind:
+    """Runs the encoder behind a peer with the given behaviour."""
+    address = f"unix:{tmp_path}/peer"
 
     @asynccontextmanager
     async def opened(behaviour: Behaviour) -> AsyncIterator[Ask]:
-        async with speaking(address, {f"/gridsieve.v1.{method}": behaviour}), open_channel(address) as upstream:
-            encoder = encoder_behind(upstream, tmp_path, tower)
-            generation = generation_behind(upstream, tmp_path, tiny_checkpoint)
-            async with encoder if request.param == "encoder" else generation as ask:
-                yield ask
+        batcher, room = Batcher(tower.encode, packing_of(tower, 64)), ByteSemaphore(2**20)
+        cache = EmbedsCache(tower, batcher, room, 0)
+        batcher.start()
+        async with (
+            speaking(address, {"/gridsieve.v1.PreprocessingService/Preprocess": behaviour}),
+            open_channel(address) as upstream,
+            serving(
+                f"unix:{tmp_path}/e", EncoderServicer(FINGERPRINT, cache, ByteSemaphore(2**20), upstream)
+            ) as channel,
+        ):
+            stub = EncoderServiceStub(channel)
+            yield lambda: stub.Encode(iter([first_request([VIDEO]), SELECT_ALL]), timeout=TIMEOUT_S)
+            assert room.held_bytes == 0
+        batcher.close()
 
     return opened
 
@@ -105,9 +94,8 @@ MALFORMED = {
     "not protobuf": b"\xff" * 40,
     "a message too large": bytes(MAX_RECEIVE_BYTES + 1),
     "an empty message": b"",
-    "frames, or progress, before a plan": b"\x12\x00",
-    "embeddings before a plan": b"\x1a\x00",
-    "a plan in empty pieces": EncodeResponse(plan=EMPTY_PIECE).SerializeToString(),
+    "frames before a plan": b"\x12\x00",
+    "a plan in empty pieces": PreprocessResponse(plan=EMPTY_PIECE).SerializeToString(),
 }
 
 
@@ -117,14 +105,14 @@ async def test_malformed_answers_break_the_contract(behind: Behind, name: str) -
         for _ in range(2):
             error = await error_of(ask())
             assert type(error) is errors.PeerContract
-            assert re.fullmatch(r"a peer of \w+ broke the contract, request id \w+", str(error))
+            assert re.fullmatch(r"a peer of Encode broke the contract, request id \w+", str(error))
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE])
 async def test_a_peers_error_text_is_not_passed_on(behind: Behind, code: grpc.StatusCode) -> None:
     async with behind(ending(code, "Traceback: /srv/app/wire.py <Tensor object at 0x7f2a9c0d1e50>")) as ask:
         error = await error_of(ask())
-    assert re.fullmatch(r"(preprocessing|encoder) (failed|cannot be reached)", str(error))
+    assert re.fullmatch(r"preprocessing (failed|cannot be reached)", str(error))
     assert isinstance(error, errors.Unavailable) == (code is grpc.StatusCode.UNAVAILABLE)
 
 
@@ -154,4 +142,4 @@ async def test_the_address_of_an_absent_peer_is_not_disclosed(behind: Behind, tm
     async with behind(saying()) as ask:
         (tmp_path / "peer").rename(tmp_path / "gone")
         error = await error_of(ask())
-    assert re.fullmatch(r"(preprocessing|encoder) cannot be reached", str(error))
+    assert re.fullmatch(r"preprocessing cannot be reached", str(error))

@@ -16,11 +16,10 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.families.minicpm.cells import Cells
 from gridsieve.families.minicpm.tower import time_number
-from gridsieve.services.encoder.tower.graphs import with_graphs
 from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.packing import Side, TowerShape, lay_out
 from gridsieve.services.encoder.tower.patches import TimedFrames
-from tests.encoder.tower_recorder import Recorder, load_packed
+from tests.encoder.tower_recorder import assert_replays
 from tests.families import minicpm
 
 CPU = torch.device("cpu")
@@ -87,12 +86,7 @@ def test_the_frames_of_a_group_become_its_tokens_together(tmp_path: Path) -> Non
 
 def test_graphs_keep_groups_together(tmp_path: Path) -> None:
     minicpm.write(tmp_path, 1, "4.5")
-    tower, recorder = load_packed(tmp_path), Recorder()
-    graphed = with_graphs(tower, 1280, recorder)  # up to 10 frames
-    recorder.replayed.clear()
-    for ours, theirs in zip(graphed.encode(groups()), tower.encode(groups()), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
-    assert recorder.replayed
+    assert_replays(tmp_path, groups(), 1280)  # up to 10 frames
 
 
 @given(st.integers(1, 400), st.fractions(1, 60, max_denominator=30))

@@ -14,12 +14,10 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
 from gridsieve.families.minicpm.cells import Cells
-from gridsieve.services.encoder.tower.graphs import with_graphs
 from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.packing import Side, TowerShape, lay_out
-from gridsieve.services.encoder.tower.patches import Frames
 from tests.encoder.test_kept_frames import kept_frames
-from tests.encoder.tower_recorder import Recorder, load_packed
+from tests.encoder.tower_recorder import assert_replays, load_packed
 from tests.families import QWEN3_5
 from tests.families import minicpmv4_6 as oracle
 from tests.generation.checkpoints import changed
@@ -69,14 +67,9 @@ def test_tokens_that_are_chosen_before_the_tower_see_each_other_alone(mode: str,
 @pytest.mark.parametrize("mode", ["16x", pytest.param("4x", marks=DEEP)])
 def test_graphs_replay_what_the_tower_computes(mode: str, tmp_path: Path) -> None:
     oracle.write_tiny(tmp_path, 1, mode=mode)
-    tower, recorder = load_packed(tmp_path), Recorder()
-    graphed = with_graphs(tower, 64, recorder)
-    recorder.replayed.clear()
-    shown: list[Frames] = [*pictures(tower.patches.token_px)]
-    shown.append(kept_frames(pictures(tower.patches.token_px)[0], [1, 3], tower.patches.token_px))
-    for ours, theirs in zip(graphed.encode(shown), tower.encode(shown), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
-    assert recorder.replayed
+    token_px = load_packed(tmp_path).patches.token_px
+    chosen = kept_frames(pictures(token_px)[0], [1, 3], token_px)
+    assert_replays(tmp_path, [*pictures(token_px), chosen], 64)
 
 
 def test_patches_are_placed_in_cells_as_by_transformers() -> None:
@@ -85,23 +78,6 @@ def test_patches_are_placed_in_cells_as_by_transformers() -> None:
             expected = get_vision_nearest_position_ids(torch.tensor([[length, 3]]), side).tolist()
             layout = lay_out([Side(length, 3)], TowerShape(1, table=Cells(side, by_quotient=True)))
             assert layout.by_row["cells"].tolist() == expected
-
-
-def multiplications(patches: int) -> int:
-    """Of a picture of so many patches, by the formulas of its layers."""
-    hidden, wide, layers = (oracle.VISION[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
-    layer, first = 4 * hidden**2 + 2 * hidden * wide, oracle.MERGED_AFTER + 1
-    windows, tokens = patches // 4, patches // 16
-    count = patches * (hidden * 3 * oracle.PATCH_PX**2 + first * layer + 4 * hidden**2)
-    count += windows * ((4 * hidden) * (4 * wide) + (4 * wide) * hidden + (layers - first) * layer)
-    count += tokens * ((4 * hidden) ** 2 + 4 * hidden * QWEN3_5["text"]["hidden_size"])
-    return count + 2 * hidden * (first * patches**2 + 4 * patches + (layers - first) * windows**2)
-
-
-def test_layers_after_the_windows_cost_a_quarter(tmp_path: Path) -> None:
-    oracle.write_tiny(tmp_path, 1)
-    tower = load_tower(Checkpoint(tmp_path), "float32", CPU)
-    assert tower.cost((1, 112, 168, 3)) == multiplications(8 * 12)
 
 
 def an_image(frames: FrameShape, tokens: int) -> MediaPlan:

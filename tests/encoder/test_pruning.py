@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.retention import AFTER_TOWER, ItemPruning
+from gridsieve.services.encoder.pruning import ranking
 from gridsieve.services.encoder.pruning.evs import evs_scores
 from gridsieve.services.encoder.pruning.methods import SCORES_BYTES, Scores, keep_tokens
 from tests.encoder.kept import FLOAT32_ERROR, GRIDS, RATES, check_kept, exact_count, exact_scores, videos
@@ -33,13 +34,13 @@ def test_a_still_picture_keeps_the_earliest_tokens() -> None:
     assert kept.tolist() == list(range(80))
 
 
-def test_a_long_video_read_in_parts_has_the_same_scores() -> None:
-    grid, width = Grid(24, 16, 16), 1500  # more than is read at once
-    embeds = torch.randn(grid.tokens, width, generator=torch.Generator().manual_seed(4))
-    slices, scores = embeds.view(24, 256, width), evs_scores(embeds, grid)[0].view(24, 256)
-    for i in range(1, 24):
-        pair = evs_scores(slices[i - 1 : i + 1].reshape(-1, width), Grid(2, 16, 16))[0].view(2, 256)
-        assert torch.equal(pair[1], scores[i])
+@pytest.mark.parametrize("method", ["evs", "vidcom2", "vcast"])
+def test_a_long_video_read_in_parts_keeps_the_same_tokens(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, pruning = Grid(7, 4, 4), ItemPruning(0.7, method)
+    embeds = torch.randn(grid.tokens, 24, generator=torch.Generator().manual_seed(7))
+    at_once = keep_tokens(embeds, grid, pruning)
+    monkeypatch.setattr(ranking, "_READ_AT_ONCE", 3 * grid.slice_tokens * 24)
+    assert torch.equal(keep_tokens(embeds, grid, pruning), at_once)
 
 
 def test_evs_equals_transformers_unless_counts_or_rounding_differ() -> None:

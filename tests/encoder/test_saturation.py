@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gridsieve.common.checkpoint import Checkpoint
@@ -18,25 +16,22 @@ from gridsieve.services.encoder.tower.loading import load_tower
 from tests.encoder.test_kept_frames import kept_frames
 from tests.encoder.test_tower import encode_all, frames_of, reference_embeds
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
+from tests.generation.checkpoints import changed
 from tests.vision import kept_embeds, patches_of
 
 MOST = 65504.0
 Changes = dict[str, Callable[[Tensor], Tensor]]
 
 
-@pytest.fixture
-def copy(family_checkpoint: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(family_checkpoint, tmp_path / "copy"))
+def with_weights(folder: Path, to: Path, changes: Changes) -> Path:
+    """A copy with changes to the tower's tensors, by the ends of their names."""
 
+    def change(weights: dict[str, Tensor]) -> None:
+        for ending, make in changes.items():
+            (name,) = (each for each in weights if "visual." in each and each.endswith(ending))
+            weights[name] = make(weights[name])
 
-def rewrite(folder: Path, changes: Changes) -> None:
-    """Changes the tower's tensors, by the ends of their names."""
-    (path,) = folder.glob("*.safetensors")
-    weights = load_file(path)
-    for ending, change in changes.items():
-        (name,) = (each for each in weights if "visual." in each and each.endswith(ending))
-        weights[name] = change(weights[name])
-    save_file(weights, path, metadata={"format": "pt"})
+    return changed(folder, to / "copy", change)
 
 
 def add(*thirds: float) -> Callable[[Tensor], Tensor]:
@@ -75,7 +70,7 @@ def check_saturates(folder: Path, family: str, shape: FamilyUnderTest) -> None:
     torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=1e-2)
 
 
-def test_residual_sums_saturate(copy: Path, family: str, shape: FamilyUnderTest) -> None:
+def test_residual_sums_saturate(family_checkpoint: Path, tmp_path: Path, family: str, shape: FamilyUnderTest) -> None:
     """A third of the channels exceeds the range after a block and within the next, and returns into it."""
     sign = 1 if shape.slices_stand_alone else -1
     last = "linear_fc2" if shape.slices_stand_alone else "down_proj"
@@ -85,7 +80,7 @@ def test_residual_sums_saturate(copy: Path, family: str, shape: FamilyUnderTest)
         "blocks.1.attn.proj.bias": add(sign * 60000, 0, 0),
         f"blocks.1.mlp.{last}.bias": add(sign * -40000, 0, 0),
     }
-    rewrite(copy, changes)
+    copy = with_weights(family_checkpoint, tmp_path, changes)
     assert overflows_in_transformers(copy, shape)
     check_saturates(copy, family, shape)
 
@@ -105,9 +100,7 @@ def test_residual_sums_saturate(copy: Path, family: str, shape: FamilyUnderTest)
     ],
 )
 def test_the_input_of_the_first_block_saturates(levels_checkpoint: Path, tmp_path: Path, changes: Changes) -> None:
-    folder = Path(shutil.copytree(levels_checkpoint, tmp_path / "copy"))
-    rewrite(folder, changes)
-    check_saturates(folder, "qwen3_vl", FAMILIES["qwen3_vl"])
+    check_saturates(with_weights(levels_checkpoint, tmp_path, changes), "qwen3_vl", FAMILIES["qwen3_vl"])
 
 
 @pytest.mark.parametrize(
@@ -121,15 +114,21 @@ def test_the_input_of_the_first_block_saturates(levels_checkpoint: Path, tmp_pat
     ],
 )
 def test_overflows_within_a_layer_stay_finite(
-    copy: Path, shape: FamilyUnderTest, ending: str, change: Callable[[Tensor], Tensor]
+    family_checkpoint: Path,
+    tmp_path: Path,
+    shape: FamilyUnderTest,
+    ending: str,
+    change: Callable[[Tensor], Tensor],
 ) -> None:
     first = "linear_fc1" if shape.slices_stand_alone else "gate_proj"
-    rewrite(copy, {f"blocks.1.{ending.format(first=first)}": change})
+    copy = with_weights(family_checkpoint, tmp_path, {f"blocks.1.{ending.format(first=first)}": change})
     assert overflows_in_transformers(copy, shape)
     assert encoded(copy, shape).isfinite().all()
 
 
-def test_attention_values_use_the_whole_range_of_float16(copy: Path, family: str, shape: FamilyUnderTest) -> None:
+def test_attention_values_use_the_whole_range_of_float16(
+    family_checkpoint: Path, tmp_path: Path, family: str, shape: FamilyUnderTest
+) -> None:
     """Unlike queries and keys, which are clamped to a smaller value. The bias of a third of the channels reveals it."""
-    rewrite(copy, {"blocks.0.attn.proj.bias": add(20000, 0, 0), "blocks.0.attn.qkv.bias": add(0, 0, 60000)})
-    check_saturates(copy, family, shape)
+    changes = {"blocks.0.attn.proj.bias": add(20000, 0, 0), "blocks.0.attn.qkv.bias": add(0, 0, 60000)}
+    check_saturates(with_weights(family_checkpoint, tmp_path, changes), family, shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionEmbeddings
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.plan import FrameShape, Grid, Run
 from gridsieve.families.smolvlm.tower import _cells
 from gridsieve.services.encoder.tower.loading import load_tower
 from tests.encoder.test_llava import plan_of_image
-from tests.encoder.tower_recorder import Recorder, load_packed
+from tests.encoder.tower_recorder import assert_replays
 from tests.families.smolvlm import MERGE, PATCH_PX, SIDE_PX, TOKENS
 from tests.generation.checkpoints import changed
 
@@ -40,14 +42,7 @@ def test_squares_have_the_embeddings_of_transformers(checkpoints: Callable[[str]
 
 
 def test_graphs_replay_what_the_tower_computes(checkpoints: Callable[[str], Path]) -> None:
-    from gridsieve.services.encoder.tower.graphs import with_graphs
-
-    tower, recorder = load_packed(checkpoints("smolvlm")), Recorder()
-    graphed = with_graphs(tower, 160, recorder)
-    recorder.replayed.clear()
-    for ours, theirs in zip(graphed.encode(frames_of(3).split(1)), tower.encode(frames_of(3).split(1)), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
-    assert recorder.replayed
+    assert_replays(checkpoints("smolvlm"), frames_of(3).split(1))
 
 
 @pytest.mark.parametrize("side", [*range(1, 40), 64])
@@ -65,10 +60,6 @@ def test_patches_take_the_positions_of_transformers(side: int) -> None:
 
 
 def test_the_whole_of_an_image_is_sent_first_and_stands_last(checkpoints: Callable[[str], Path]) -> None:
-    from dataclasses import replace
-
-    from gridsieve.common.contract.plan import FrameShape, Grid, Run
-
     tower = load_tower(Checkpoint(checkpoints("smolvlm")), "float32", CPU)
     plan = replace(
         plan_of_image(frames_of(4), 0, 0, 4 * TOKENS),

@@ -81,7 +81,10 @@ def test_all_levels_equal_transformers_tower(checkpoints: Callable[[str], Path],
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_forward_that_fails_on_rank_0_ends_the_ranks_that_wait_in_its_sums(levels_checkpoint: Path) -> None:
+def test_a_forward_that_fails_on_rank_0_ends_the_ranks_that_wait_in_its_sums(
+    levels_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gridsieve.services.compute.rank_failure._REPORTED_WITHIN_S", 0.05)
     failure = RankFailure()
     failure.watch(lambda: None)
     share = Share(0, 2)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,6 +28,7 @@ from gridsieve.services.encoder.tower.weights import find_weights, read_weights
 from tests.encoder.conftest import QWEN_PARAMS
 from tests.encoder.test_llava import frames_of as sized_frames
 from tests.families import FamilyUnderTest, load_reference, vision_of
+from tests.generation.checkpoints import changed
 from tests.vision import patches_of
 
 CPU = torch.device("cpu")
@@ -166,19 +166,18 @@ def copy(levels_checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(levels_checkpoint, tmp_path / "copy"))
 
 
-def rewrite(folder: Path, change: Callable[[Weights], Weights]) -> None:
-    (path,) = folder.glob("*.safetensors")
-    save_file(change(load_file(path)), path, metadata={"format": "pt"})
-
-
 @pytest.mark.parametrize(("multiplies", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_weights_stored_in_bfloat16_run_so_if_the_processor_can_and_are_found_under_either_prefix(
-    copy: Path, monkeypatch: pytest.MonkeyPatch, multiplies: bool, dtype: torch.dtype
+    levels_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, multiplies: bool, dtype: torch.dtype
 ) -> None:
+    def store(weights: Weights) -> None:
+        for name in list(weights):
+            weights[name.removeprefix("model.")] = weights.pop(name).bfloat16()
+
     monkeypatch.setattr("gridsieve.services.encoder.tower.weights.multiplies_bfloat16", lambda: multiplies)
-    rewrite(copy, lambda weights: {name.removeprefix("model."): each.bfloat16() for name, each in weights.items()})
-    assert load_tower(Checkpoint(copy), "auto", CPU).dtype == dtype
-    assert load_tower(Checkpoint(copy), "float32", CPU).dtype == torch.float32
+    folder = changed(levels_checkpoint, tmp_path / "stored", store)
+    assert load_tower(Checkpoint(folder), "auto", CPU).dtype == dtype
+    assert load_tower(Checkpoint(folder), "float32", CPU).dtype == torch.float32
 
 
 def test_the_patch_embedding_keeps_its_dtype_until_normalisation_is_folded_into_it(levels_checkpoint: Path) -> None:
@@ -190,10 +189,9 @@ def test_the_patch_embedding_keeps_its_dtype_until_normalisation_is_folded_into_
 def test_the_config_of_a_published_qwen3_5_is_read(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
     """It calls the tower `qwen3_5`, and lists no layers for deepstack; transformers saves another name and no list."""
     saved = checkpoints("qwen3_5")
-    copy = Path(shutil.copytree(saved, tmp_path / "copy"))
-    config = json.loads((copy / "config.json").read_text())
-    config["vision_config"] |= {"model_type": "qwen3_5", "deepstack_visual_indexes": []}
-    (copy / "config.json").write_text(json.dumps(config))
+    vision = json.loads((saved / "config.json").read_text())["vision_config"]
+    vision |= {"model_type": "qwen3_5", "deepstack_visual_indexes": []}
+    copy = changed(saved, tmp_path / "copy", vision_config=vision)
     frames = torch.arange(2 * 64 * 64 * 3, dtype=torch.uint8).view(2, 64, 64, 3)
     published, expected = (load_tower(Checkpoint(folder), "auto", CPU).encode([frames])[0] for folder in (copy, saved))
     assert torch.equal(published, expected)
@@ -202,33 +200,31 @@ def test_the_config_of_a_published_qwen3_5_is_read(checkpoints: Callable[[str], 
 BLOCK = "model.visual.blocks.0."
 
 
+def write(**written: Callable[[Weights], Tensor]) -> Callable[[Weights], object]:
+    """Writes weights of the first block, made of the others."""
+    return lambda weights: weights.update({f"{BLOCK}{name}.weight": make(weights) for name, make in written.items()})
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
+        (lambda weights: weights.pop("model.visual.blocks.1.attn.qkv.bias"), r"lacks blocks\.1\.attn\.qkv\.bias$"),
+        (write(adapter=lambda _: torch.zeros(1)), r"has unknown blocks\.0\.adapter\.weight$"),
         (
-            lambda weights: {
-                name: each for name, each in weights.items() if not name.endswith("blocks.1.attn.qkv.bias")
-            },
-            r"lacks blocks\.1\.attn\.qkv\.bias$",
-        ),
-        (
-            lambda weights: {**weights, f"{BLOCK}attn.adapter.bias": torch.zeros(1)},
-            r"has unknown blocks\.0\.attn\.adapter\.bias$",
-        ),
-        (
-            lambda weights: {**weights, f"{BLOCK}norm1.weight": torch.zeros(5)},
+            write(norm1=lambda _: torch.zeros(5)),
             r"blocks\.0\.norm1\.weight has the shape \[5\], the config says \[32\]",
         ),
         (
-            lambda weights: {**weights, f"{BLOCK}norm1.weight": weights[f"{BLOCK}norm1.weight"].to(torch.int8)},
+            write(norm1=lambda weights: weights[f"{BLOCK}norm1.weight"].to(torch.int8)),
             r"is quantised, model\.visual\.blocks\.0\.norm1\.weight to I8",
         ),
     ],
 )
-def test_wrong_weights_are_refused(copy: Path, change: Callable[[Weights], Weights], complaint: str) -> None:
-    rewrite(copy, change)
+def test_wrong_weights_are_refused(
+    levels_checkpoint: Path, tmp_path: Path, change: Callable[[Weights], object], complaint: str
+) -> None:
     with pytest.raises(StartupError, match=complaint):
-        load_tower(Checkpoint(copy), "auto", CPU)
+        load_tower(Checkpoint(changed(levels_checkpoint, tmp_path / "wrong", change)), "auto", CPU)
 
 
 def test_one_file_for_all_processors_takes_precedence_over_a_file_each(copy: Path) -> None:

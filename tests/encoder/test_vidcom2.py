@@ -6,7 +6,6 @@ import math
 from typing import TypeAlias
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 
 from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.retention import ItemPruning
-from gridsieve.services.encoder.pruning import ranking
 from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.encoder.pruning.vidcom2 import slice_budgets
 from tests.encoder.kept import RATES, check_kept, exact_count, videos
@@ -151,14 +149,6 @@ def test_values_that_are_not_finite_or_overflow_are_dropped_first() -> None:
     for places, lost in zip(slices, ({1, 4}, {2, 3, 4}, {2}), strict=True):
         assert places.size >= 1
         assert not lost & set(places.tolist()) or set(range(6)) - lost <= set(places.tolist())
-
-
-def test_a_long_video_read_in_parts_keeps_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    grid = Grid(7, 4, 4)
-    embeds = torch.randn(grid.tokens, 24, generator=torch.Generator().manual_seed(7))
-    at_once = keep(embeds, grid, 0.7).tolist()
-    monkeypatch.setattr(ranking, "_READ_AT_ONCE", 3 * 16 * 24)
-    assert keep(embeds, grid, 0.7).tolist() == at_once
 
 
 @st.composite

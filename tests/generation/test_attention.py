@@ -66,29 +66,22 @@ def by_formula(query: Tensor, key: Tensor, value: Tensor, start: int, scale: flo
     seed=st.integers(0, 2**16),
     gathered=st.sampled_from([1, 20, 65536]),
     in_place_tokens=st.sampled_from([1, 6, 100]),
+    repeating=st.sampled_from([(), (), ("cpu",)]),
 )
 def test_every_row_sees_its_own_sequence_and_nothing_else(
-    batch: list[tuple[list[int], int, int]], seed: int, gathered: int, in_place_tokens: int
+    batch: list[tuple[list[int], int, int]], seed: int, gathered: int, in_place_tokens: int, repeating: tuple[str, ...]
 ) -> None:
-    with (
-        patch.object(sdpa, "IN_PLACE_TOKENS", in_place_tokens),
-        patch.object(sdpa, "MAX_GATHERED_TOKENS", gathered),
-    ):
-        check(SdpaCache(SIZES, torch.zeros(())), batch, seed)
+    """repeating: devices without kernels for grouped heads."""
 
-
-@settings(max_examples=15)
-@given(batch=batches(), seed=st.integers(0, 2**16))
-def test_kv_heads_are_repeated_on_devices_without_grouped_kernels(
-    batch: list[tuple[list[int], int, int]], seed: int
-) -> None:
     def attend(*arrays: Tensor, **named: Any) -> Tensor:
-        assert named.get("attn_mask") is None or not named.get("enable_gqa")
+        assert not (repeating and named.get("enable_gqa") and named.get("attn_mask") is not None)
         return plain(*arrays, **named)
 
     plain = sdpa.F.scaled_dot_product_attention
     with (
-        patch.object(sdpa, "REPEATING_DEVICES", ("cpu",)),
+        patch.object(sdpa, "IN_PLACE_TOKENS", in_place_tokens),
+        patch.object(sdpa, "MAX_GATHERED_TOKENS", gathered),
+        patch.object(sdpa, "REPEATING_DEVICES", repeating),
         patch.object(sdpa.F, "scaled_dot_product_attention", attend),
     ):
         check(SdpaCache(SIZES, torch.zeros(())), batch, seed)

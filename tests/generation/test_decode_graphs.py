@@ -42,7 +42,7 @@ def answers(models: Models, tiny: TinyEngine, prompts: list[int], new_tokens: in
 
 
 @pytest.mark.usefixtures("rows_overwritten")
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(data=st.data(), chunk_tokens=st.sampled_from([3, 8, 64]), most_drafts=st.sampled_from([0, 0, 2]))
 def test_the_law_holds_over_flash_infer(
     models: Models, data: st.DataObject, chunk_tokens: int, most_drafts: int

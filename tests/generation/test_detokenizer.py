@@ -1,4 +1,5 @@
-"""The streamed text is the tokenizer's decoding up to the first complete stop string, for any split into tokens."""
+"""The streamed text is the tokenizer's decoding up to the first complete stop string, for any split into tokens, whose
+bytes add up to it."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.generation.answers.messages import delta_message
+from gridsieve.services.generation.answers.text import Said
+from gridsieve.services.generation.request.request import Delta
 from gridsieve.services.generation.sampling.detokenizer import WINDOW_TOKENS, Detokenizer, load_tokenizer
 
 WORDS = ("😀", "👩‍👩‍👧", "é", "日本", "a", "b", " ", "\n", "\ufffd", "stop", "👍🏽")
@@ -129,3 +133,23 @@ def test_the_cost_of_a_token_does_not_grow_with_the_answer(tokens: list[bytes]) 
 def test_a_folder_without_a_tokenizer_is_a_startup_error(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"tokenizer\.json is not a tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def byte_fallback() -> Tokenizer:
+    """A token for each byte that has no character of its own."""
+    words = [*(f"<0x{byte:02X}>" for byte in range(256)), "本", "é", "a", ">", " "]
+    tokenizer = Tokenizer(models.BPE({word: place for place, word in enumerate(words)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def test_the_bytes_of_tokens_add_up_to_the_text() -> None:
+    """Of a vocabulary with a token for each byte; `test_gateway.py` has byte-level ones."""
+    tokenizer, whole = byte_fallback(), "日本 <é> 👩‍👩‍👧 \ufffd a"
+    ids = tuple(tokenizer.encode(whole).ids)
+    logprobs = (-1.0,) * len(ids)
+    delta = delta_message(Said(0, Delta(tokenizer.decode(ids), ids, logprobs)), tokenizer)
+    assert delta.text == whole
+    parts = [delta.token_bytes.get(token_id, delta.token_texts[token_id].encode()) for token_id in ids]
+    assert b"".join(parts) == whole.encode()
+    assert set(delta.token_bytes) == {token_id for token_id in ids if "\ufffd" in delta.token_texts[token_id]} != set()

@@ -58,18 +58,6 @@ def tiny(models: Models) -> Iterator[TinyEngine]:
 # --- events ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_answer_is_announced_streamed_and_finished(tiny: TinyEngine) -> None:
-    asked = tiny.ask("a", PROMPT, SamplingParams(3, logprobs=True))
-    tiny.drain()
-    start, *tokens, end = asked.events
-    assert start == PrefillStarted()
-    assert end == Finished(FinishReason.LENGTH, 3)
-    assert all(isinstance(token, Delta) and len(token.token_ids) == 1 for token in tokens)
-    rows = torch.stack(tiny.runner.logits["a"]).log_softmax(dim=-1)
-    logprobs = [value for token in tokens if isinstance(token, Delta) for value in token.logprobs]
-    assert logprobs == pytest.approx(rows.amax(dim=-1).tolist())
-
-
 def test_an_end_token_ends_the_answer_and_has_no_text(models: Models, tiny: TinyEngine) -> None:
     usual = greedy_answer(models, PROMPT, 8)
     end = usual[4]
@@ -261,20 +249,6 @@ def test_the_thread_sleeps_while_nothing_can_run(models: Models) -> None:
     tiny.deliver(waits, 0, VIDEO, KEPT)
     until(lambda: bool(waits.finished))
     tiny.engine.stop()
-
-
-def test_stopping_fails_unfinished_requests_and_refuses_new_ones(models: Models) -> None:
-    ended = threading.Event()
-    tiny = TinyEngine(models.engine, on_end=ended.set)
-    tiny.engine.start()
-    waits = tiny.ask("waits", ABOUT_VIDEO, SamplingParams(1))
-    tiny.engine.stop()
-    assert not ended.is_set()
-    assert waits.failed
-    assert isinstance(waits.failed.error, Unavailable)
-    assert waits.failed.error.stage == "generation"
-    with pytest.raises(Unavailable, match="has ended"):
-        tiny.ask("late", PROMPT, SamplingParams(1))
 
 
 def test_stopping_just_before_a_step_reads_its_commands_ends_the_thread(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from unittest.mock import Mock
-
-import pytest
 
 from gridsieve.services.generation.answers.events import Events, Inbox
 from gridsieve.services.generation.answers.messages import response_of
@@ -15,26 +12,6 @@ from gridsieve.services.generation.stage_clock import StageClock
 from gridsieve.v1.generation_pb2 import Usage
 
 STEPS = [[Delta("a", (1,), (-0.5,)), Delta("x", (7,), ())], [Delta("b", (2,), (-0.25,)), Delta("y", (8,), ())]]
-
-
-async def test_what_a_step_sends_to_several_requests_wakes_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = asyncio.get_running_loop()
-    wake = Mock(wraps=loop.call_soon_threadsafe)
-    monkeypatch.setattr(loop, "call_soon_threadsafe", wake)
-    inbox = Inbox()
-    several = [Events(inbox, 1), Events(inbox, 1)]
-    listeners = [events.listener(0) for events in several]
-
-    def step(number: int) -> None:
-        for listen, event in zip(listeners, STEPS[number], strict=True):
-            listen(event)
-
-    for number in range(2):
-        wake.reset_mock()
-        step(number)
-        assert wake.call_count == 1
-        for events, event in zip(several, STEPS[number], strict=True):
-            assert [each for _, _, each in await events.next()] == [event]
 
 
 async def test_tokens_that_arrived_together_are_one_response_of_their_answer() -> None:

@@ -148,15 +148,6 @@ def test_the_law_holds_for_other_families(family: str, tmp_path: Path) -> None:
     assert_law(twins.models, engine, asked, answer(engine, asked))
 
 
-def test_layers_with_the_same_inputs_are_joined(awq: Twins) -> None:
-    model = load(awq.quantised, torch.bfloat16)
-    kinds = {name.rpartition(".")[2]: type(each) for name, each in model.text.named_modules() if "_proj" in name}
-    assert {name for name, kind in kinds.items() if kind is JoinedLinear} == {
-        *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-    }
-    assert {kind for name, kind in kinds.items() if name in ("o_proj", "down_proj")} == {Int4Linear}
-
-
 @pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own code
 def test_a_compiled_model_obeys_the_law(awq: Twins) -> None:

@@ -21,7 +21,7 @@ MOST = pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"], scope="module"
 # Heads of which a half is rotated in pairs, one-dimensional positions without and with text between slices, stored
 # vectors between rows, whole grids, and experts.
 OTHERS = ("glm4v", "internvl", "llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe")
-LAW = settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+LAW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @pytest.fixture(scope="module")
@@ -162,3 +162,60 @@ def test_the_last_row_of_a_prompt_that_ends_with_a_video_waits_until_it_is_known
     expected.deliver(whole, 0, video, kept)
     expected.drain()
     assert asked.answer == whole.answer != []
+
+
+# --- what is computed again, and what is reused, by the family with the most parts -----------------------------------
+
+SHARED = pytest.mark.parametrize("family", ["qwen3_vl"], scope="module")
+OPENING = Text((20, 21, 22))
+
+
+def about(video: Item, *ids: int, new_tokens: int = 5) -> Question:
+    return Question((OPENING, video, Text(ids)), new_tokens)
+
+
+# The last row of the picture is in no full block: it is computed from what is kept of the embeddings.
+@pytest.mark.parametrize(
+    ("sides", "step", "ids"), [((3, 2, 3), Fraction(1), (50,)), ((1, 2, 3), None, tuple(range(60, 80)))]
+)
+@SHARED
+def test_a_second_question_about_media_computes_only_its_own_text(
+    models: Models, sides: tuple[int, int, int], step: Fraction | None, ids: tuple[int, ...]
+) -> None:
+    media = random_item(models.family, sides, step, rate=0.5)
+    questions = [about(media, 30, 31), about(media, *ids)]
+    engine = TinyEngine(models.engine)
+    asked = answer(engine, questions, arrivals=[0, 20])
+    cached = (questions[1].prompt_tokens - len(ids)) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert asked[1].spared == (0,)
+    assert asked[1].request.cached_tokens == cached
+    computed = [chunk for step in engine.runner.steps for chunk in step if chunk[0] == "1"]
+    assert computed[0] == ("1", cached, questions[1].prompt_tokens)
+    assert_law(models, engine, questions, asked)
+
+
+@SHARED
+def test_media_encoded_again_to_the_same_bits_hit_the_blocks_that_are_left(models: Models) -> None:
+    video = random_item(models.family, (4, 2, 2), Fraction(1), method="none")
+    once = about(video, 30, 31)
+    engine = TinyEngine(models.engine, blocks=once.most_blocks)
+    answer(engine, [once])
+    left_blocks = 3
+    filler = Text(tuple(range(100, 100 + BLOCK_TOKENS * (once.most_blocks - left_blocks))))
+    answer(engine, [Question((filler,), 1)])
+    asked = answer(engine, [once])
+    assert asked[0].spared == ()
+    assert asked[0].request.cached_tokens == left_blocks * BLOCK_TOKENS
+    assert_law(models, engine, [once], asked)
+
+
+@SHARED
+def test_media_are_sent_again_if_pinning_their_blocks_could_starve_a_large_request(models: Models) -> None:
+    video = random_item(models.family, (4, 2, 2), Fraction(1), method="none")
+    first, second = about(video, 30, new_tokens=1), about(video, 31)
+    large = Question((Text(tuple(range(100, 110))),), BLOCK_TOKENS * first.most_blocks - 8)
+    engine = TinyEngine(models.engine, blocks=first.most_blocks + 1)
+    answer(engine, [first])
+    asked = answer(engine, [large, second])
+    assert asked[1].spared == ()
+    assert_law(models, engine, [large, second], asked)

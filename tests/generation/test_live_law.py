@@ -23,7 +23,7 @@ from tests.law import LOGPROB_TOLERANCE
 from tests.oracle import LiveRows, Text
 from tests.tiny import BLOCK_TOKENS, PAD_ID, Models, TinyEngine, load_models
 
-LAW = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+LAW = settings(max_examples=7, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 FAMILIES = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"], scope="module")
 RECURRENT = pytest.mark.parametrize("family", ["qwen3_5"], scope="module")
 
@@ -191,10 +191,19 @@ def test_answers_of_a_session_obey_the_law(models: Models, data: st.DataObject) 
     obey_the_law(models, data)
 
 
-@settings(LAW, max_examples=5)  # its steps take three times as long
+@settings(LAW, max_examples=4)  # its steps take three times as long
 @given(st.data())
 @RECURRENT
 def test_answers_of_a_session_with_a_recurrent_state_obey_the_law(models: Models, data: st.DataObject) -> None:
+    obey_the_law(models, data)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(3600)
+@settings(LAW, max_examples=100)
+@given(st.data())
+@FAMILIES
+def test_answers_of_many_sessions_obey_the_law(models: Models, data: st.DataObject) -> None:
     obey_the_law(models, data)
 
 

@@ -5,7 +5,6 @@ The device is a fake: results are garbage until they are waited for.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -19,11 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gridsieve.services.generation.engine.stats import Step
-from gridsieve.services.generation.model.runner import LaunchedStep, Runner, SampledStep
+from gridsieve.services.generation.model.runner import LaunchedStep, Runner
 from gridsieve.services.generation.request.request import Failed, FinishReason, Request
 from gridsieve.services.generation.sampling import sampler
-from gridsieve.services.generation.sampling.sampler import SamplingParams, SamplingState
-from gridsieve.services.generation.sampling.structured import ANY_OBJECT, DocumentState, Grammars
+from gridsieve.services.generation.sampling.sampler import SamplingParams
 from tests.generation.paged_kernels import use_paged
 from tests.generation.recorder import Recorder
 from tests.oracle import Text
@@ -44,11 +42,6 @@ class LateCopies:
         for copy, tensor in zip(self._copies, self._arriving, strict=True):
             copy.copy_(tensor)
         return self._copies
-
-
-@pytest.fixture(scope="module")
-def grammars(models: Models) -> Grammars:
-    return Grammars(models.folder, models.reference.config.text_config.vocab_size, [2])
 
 
 def asked_of(
@@ -96,7 +89,7 @@ wishes = st.builds(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(wishes, min_size=4, max_size=4), st.data())
 def test_answers_are_those_without_overlap(models: Models, wishes: list[SamplingParams], data: st.DataObject) -> None:
     """In a cache that may be too small for all, with answers that a token or a stop string ends early, and with words
@@ -134,55 +127,6 @@ def test_a_step_is_launched_before_the_last_one_is_read(models: Models) -> None:
         tiny.drain()
         assert asked.answer == answer[:kept]
         assert len(tiny.runner.steps) == kept + (params is not wish)
-
-
-@pytest.mark.parametrize("blocks", [11, 64])
-def test_json_beside_others_is_what_it_is_without_overlap(models: Models, grammars: Grammars, blocks: int) -> None:
-    json = SamplingParams(12, temperature=1.0, seed=3, grammar=grammars.compile(ANY_OBJECT), eos_ids=(2,))
-    wishes = [SamplingParams(12), json, SamplingParams(9, temperature=1.0), replace(json, seed=5, logprobs=True)]
-    assert told(asked_of(models, wishes, True, blocks=blocks)) == told(asked_of(models, wishes, False, blocks=blocks))
-
-
-def test_the_host_reads_and_prepares_masks_while_the_next_forward_is_computed(
-    models: Models, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = list[str]()
-
-    def noting(name: str, work: Any) -> Any:
-        def noted(*args: Any) -> Any:
-            done.append(name)
-            return work(*args)
-
-        return noted
-
-    for owner, name in (
-        (Runner, "launch"),
-        (LaunchedStep, "sample"),
-        (SampledStep, "read"),
-        (DocumentState, "allowed"),
-    ):
-        monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
-    tiny = TinyEngine(models.engine, overlap=True)
-    tiny.ask("json", [PROMPTS[0]], SamplingParams(4, grammar=grammars.compile(ANY_OBJECT)))
-    tiny.ask("text", [PROMPTS[1]], SamplingParams(4))
-    tiny.drain()
-    first, *others = ["launch", "sample", "allowed"], *[["launch", "read", "sample", "allowed"]] * 3, ["read"]
-    assert done == sum(others, first)
-
-
-def test_no_number_is_drawn_for_an_answer_that_has_ended(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    wishes = [SamplingParams(8, temperature=1.0, seed=seed) for seed in range(4)]
-    ends = [each.answer[2 + number] for number, each in enumerate(asked_of(models, wishes, False))]
-    drawn, draw = Counter[SamplingState](), SamplingState.draw
-
-    def counted(state: SamplingState) -> float:
-        drawn[state] += 1
-        return draw(state)
-
-    monkeypatch.setattr(SamplingState, "draw", counted)
-    asked = asked_of(models, [replace(wish, eos_ids=(end,)) for wish, end in zip(wishes, ends, strict=True)], True)
-    assert [drawn[each.request.sampling_state] for each in asked] == [len(each.answer) for each in asked]
-    assert all(len(each.answer) < 8 for each in asked)
 
 
 def test_replayed_rows_take_tokens_on_the_device(models: Models) -> None:

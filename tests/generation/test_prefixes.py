@@ -7,6 +7,8 @@ sequence, or the same tokens after another prefix, fails at once.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -20,7 +22,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from gridsieve.services.generation.engine.engine import Engine
-from gridsieve.services.generation.memory.blocks import BlockAllocator
+from gridsieve.services.generation.memory.blocks import ROOT, BlockAllocator
 from gridsieve.services.generation.memory.state_slots import NO_STATE, StateSlots
 from gridsieve.services.generation.model.runner import LaunchedStep, SampledStep
 from gridsieve.services.generation.model.states import RESERVED
@@ -278,3 +280,55 @@ def test_siblings_end_with_the_request_that_they_wait_for() -> None:
     desk.run()
     desk.ask([OPENING, VIDEO, Text((1,))], 5, siblings=63)  # needs all places of the engine
     assert desk.asked[-1].request.siblings
+
+
+# --- the allocator ----------------------------------------------------------------------------------------------------
+
+
+def test_a_single_request_gets_neighbouring_blocks() -> None:
+    allocator = BlockAllocator(8, block_tokens=16)
+    allocator.decref(allocator.allocate(5))
+    assert allocator.allocate(3) + allocator.allocate(2) == [0, 1, 2, 3, 4]
+
+
+def test_the_least_recently_released_prefix_is_evicted_first_from_its_end() -> None:
+    allocator = BlockAllocator(5, block_tokens=16)
+    keys = {}
+    for name in (b"old", b"new"):
+        blocks = allocator.allocate(2)
+        parent = allocator.cache(blocks[0], ROOT, name, ())
+        allocator.cache(blocks[1], parent, b"end", ())
+        keys[name] = [(ROOT, name), (parent, b"end")]
+        allocator.decref(blocks)
+
+    def found(name: bytes) -> list[bool]:
+        return [allocator.lookup(*key) is not None for key in keys[name]]
+
+    allocator.allocate(2)  # one empty block and one evicted
+    assert (found(b"old"), found(b"new")) == ([True, False], [True, True])
+    allocator.allocate(2)
+    assert (found(b"old"), found(b"new")) == ([False, False], [True, False])
+
+
+def test_a_serial_is_never_used_again() -> None:
+    """Otherwise a block with new content could pass for the parent of blocks that followed its old content."""
+    allocator = BlockAllocator(2, block_tokens=16)
+    blocks = allocator.allocate(2)
+    first = allocator.cache(blocks[0], ROOT, b"a", ())
+    allocator.decref(blocks)
+    again = allocator.allocate(2)
+    assert allocator.lookup(ROOT, b"a") is None
+    assert allocator.cache(again[0], ROOT, b"a", ()) != first
+
+
+def test_owners_live_until_their_block_is_evicted() -> None:
+    owner = threading.Event()
+    seen = weakref.ref(owner)
+    allocator = BlockAllocator(1, block_tokens=16)
+    blocks = allocator.allocate(1)
+    allocator.cache(blocks[0], ROOT, b"a", (owner,))
+    allocator.decref(blocks)
+    del owner
+    assert seen()
+    allocator.allocate(1)
+    assert not seen()

@@ -69,21 +69,6 @@ def room(
     return PromptLimit(limit, context).answer_tokens(plan, [pruning] * len(plan.media), counts, max_new_tokens)
 
 
-def test_linear_positions_must_fit_into_the_context_before_pruning() -> None:
-    plan = plan_of((Modality.VIDEO, Grid(4, 5, 5)))
-    half, counts = ItemPruning(rate=0.5), [50]
-
-    def answer_tokens(context: int, wanted: int | None = None) -> int:
-        return PromptLimit(100, context).answer_tokens(plan, [half], counts, wanted)
-
-    assert answer_tokens(TEXT + 100 + 7) == 7
-    assert answer_tokens(1000) == 100 - TEXT - 50
-    with pytest.raises(
-        PromptTooLong, match=r"110 tokens before pruning, .* exceeds the model's context of 117.*would fit"
-    ):
-        answer_tokens(TEXT + 100 + 7, 8)
-
-
 def test_the_answer_gets_the_tokens_that_the_pruned_prompt_leaves() -> None:
     plan = plan_of((Modality.VIDEO, Grid(4, 5, 5)))
     half = ItemPruning(rate=0.5)

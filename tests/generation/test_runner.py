@@ -21,7 +21,7 @@ from demo.checkpoint import TINY, write_checkpoint
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.services.compute import packed_linear
-from gridsieve.services.compute.packed_linear import JoinedLinear, PackedLinear, pack_linears
+from gridsieve.services.compute.packed_linear import JoinedLinear, pack_linears
 from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.model import norms
@@ -285,14 +285,6 @@ def test_the_checkpoint_is_not_kept_in_memory_beside_packed_weights(tmp_path: Pa
     model = load(folder)
     assert str(folder) not in Path("/proc/self/maps").read_text()
     assert model.embed_tokens.weight.isfinite().all()
-
-
-def test_linear_layers_are_packed_on_the_cpu(tiny_checkpoint: Path) -> None:
-    model = load(tiny_checkpoint)
-    linear = [each for each in (*model.text.modules(), model.lm_head) if hasattr(each, "in_features")]
-    assert {type(each) for each in linear} == {PackedLinear, JoinedLinear}
-    joined = [name for name, each in model.text.named_modules() if type(each) is JoinedLinear and ".0." in name]
-    assert [name.split(".")[-1] for name in joined] == ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
 
 
 def test_few_weights_are_held_twice_while_layers_are_joined(tiny_checkpoint: Path) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 import weakref
-from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from fractions import Fraction
@@ -23,8 +21,6 @@ from tokenizers import Tokenizer
 
 from gridsieve.common.channels import REQUEST_ID_KEY
 from gridsieve.common.contract.errors import MediaDamaged
-from gridsieve.services.generation.model.runner import LaunchedStep, SampledStep
-from gridsieve.services.generation.request.batch import Chunk
 from gridsieve.services.generation.request.encoded_media import MediaItem
 from gridsieve.services.generation.request.request import Request
 from gridsieve.v1 import generation_pb2, prompt_pb2
@@ -182,42 +178,6 @@ async def test_upstream_errors_reach_the_caller(tmp_path: Path, tiny_checkpoint:
         refusal = await refused(service.ask())
         assert refusal == (grpc.StatusCode.INVALID_ARGUMENT, "MEDIA_DAMAGED", "9 of 10 frames are broken")
         await eventually(service.idle)
-
-
-async def test_a_client_that_disconnects_or_times_out_during_encoding_leaves_nothing(
-    tmp_path: Path, tiny_checkpoint: Path
-) -> None:
-    async with service_of(tmp_path, tiny_checkpoint, hold=asyncio.Event()) as service:
-        call = service.ask()
-        assert (await call.read()).HasField("accepted")
-        await eventually(lambda: service.encoder.selections == [[0]] and service.engine.stats().blocks_used > 0)
-        call.cancel()
-        await eventually(lambda: service.idle() and service.encoder.cancelled == 1)
-        late = service.stub.Generate(GenerateRequest(prompt=prompt_message(service.encoder.plan)), timeout=0.5)
-        with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE_EXCEEDED"):
-            await answers(late)
-        await eventually(lambda: service.idle() and service.encoder.cancelled == 2)
-
-
-async def test_a_client_that_disconnects_while_tokens_stream_leaves_nothing(
-    tmp_path: Path, tiny_checkpoint: Path
-) -> None:
-    async with service_of(tmp_path, tiny_checkpoint) as service:
-        launch, steps = service.engine._stepper._runner.launch, list[int]()
-
-        # So that the answer cannot finish before the client leaves.
-        def slowly(chunks: Sequence[Chunk], before: SampledStep | None) -> LaunchedStep:
-            time.sleep(0.02)
-            steps.append(len(chunks))
-            return launch(chunks, before)
-
-        service.engine._stepper._runner.launch = slowly  # type: ignore[method-assign]
-        call = service.ask_text(sampling=Sampling(max_new_tokens=200))
-        while not (await call.read()).HasField("delta"):
-            pass
-        call.cancel()
-        await eventually(service.idle)
-        assert len(steps) < 200
 
 
 class Caller:

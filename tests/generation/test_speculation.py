@@ -47,16 +47,6 @@ def test_media_rows_are_neither_matched_nor_proposed(parts: list[Text | Item]) -
     assert PromptLookup().propose(request, 3) == ()
 
 
-def test_accepted_draft_tokens_save_steps_and_change_no_answer(models: Models) -> None:
-    """One at a time; `test_law.py` has them beside others."""
-    params = SamplingParams(40, temperature=0.5, top_k=3, repetition_penalty=0.5, frequency_penalty=-0.1, seed=7)
-    slow, plain = ask_repetitive(models, 0, params)
-    fast, drafted = ask_repetitive(models, 4, params)
-    assert drafted.answer == plain.answer
-    accepted = fast.totals["accepted_draft_tokens"]
-    assert len(fast.runner.steps) == len(slow.runner.steps) - accepted < len(slow.runner.steps)
-
-
 def test_draft_tokens_after_the_end_are_not_part_of_the_answer(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of drafts that are all right."""
     params = SamplingParams(20, temperature=0.9, seed=7)

@@ -89,7 +89,10 @@ def half_of(folder: Path, workers: WorkerRanks) -> LanguageModel:
 def questions(family: str) -> list[Question]:
     """With adapters and without, some with two answers."""
     asked = zip(several_questions(FAMILIES[family]), (None, *TARGETS, None, None), strict=True)
-    return [replace(each, answers=1 + number % 2, adapter=adapter) for number, (each, adapter) in enumerate(asked)]
+    return [
+        replace(each, new_tokens=4 + number, answers=1 + number % 2, adapter=adapter)
+        for number, (each, adapter) in enumerate(asked)
+    ]
 
 
 @pytest.mark.parametrize(

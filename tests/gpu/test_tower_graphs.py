@@ -139,15 +139,6 @@ def test_replays_equal_the_eager_forward_with_pruning(tower: Tower, graphed: Tow
         assert len(kept) == int(Fraction(3, 2) * grid.h * grid.w)
 
 
-def test_slices_of_more_than_256_tokens_are_replayed(tower: Tower, graphed: Tower, shape: FamilyUnderTest) -> None:
-    if shape.side:
-        pytest.skip("its slices have one size")
-    slices, tolerance = slices_of([(16, 17), (3, 4), (10, 20)], shape, 0), TOLERANCE[tower.dtype]
-    with replays(1):
-        replayed = graphed.encode(slices)
-    torch.testing.assert_close(replayed, tower.encode(slices), atol=tolerance, rtol=tolerance)
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch itself uses it while it compiles
 def test_compiled_layers_compute_what_the_eager_ones_do_also_as_graphs(
     tower: Tower, family_checkpoint: Path, shape: FamilyUnderTest
@@ -163,15 +154,6 @@ def test_compiled_layers_compute_what_the_eager_ones_do_also_as_graphs(
             torch.testing.assert_close(graphed.encode(slices), expected, atol=tolerance, rtol=tolerance)
 
 
-@of_two_towers
-def test_a_later_replay_does_not_overwrite_returned_embeddings(graphed: Tower, shape: FamilyUnderTest) -> None:
-    first = graphed.encode(slices_of([(4, 4)], shape, 0))[0]
-    copy = first.clone()
-    with replays(1):
-        graphed.encode(slices_of([(4, 4)], shape, 1))
-    assert torch.equal(first, copy)
-
-
 def test_towers_compute_what_float32_on_the_cpu_computes(
     tower: Tower, family_checkpoint: Path, shape: FamilyUnderTest
 ) -> None:
@@ -180,19 +162,6 @@ def test_towers_compute_what_float32_on_the_cpu_computes(
     for ours, expected in zip(tower.encode(slices), exact, strict=True):
         difference = (ours.float().cpu() - expected).abs().mean()
         assert difference < TOLERANCE[tower.dtype] * expected.abs().mean()
-
-
-@of_two_towers
-def test_frames_that_the_current_stream_is_still_making_are_encoded(graphed: Tower, shape: FamilyUnderTest) -> None:
-    slices = slices_of([(3, 4), (7, 2)], shape, 0)
-    there = [each.to(CUDA) for each in slices]
-    arriving = [torch.zeros_like(each) for each in there]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(500_000_000)  # about a quarter of a second
-    for target, frames in zip(arriving, there, strict=True):
-        target.copy_(frames)
-    for late, sent in zip(graphed.encode(arriving), graphed.encode(slices), strict=True):
-        assert torch.equal(late, sent)
 
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa"])

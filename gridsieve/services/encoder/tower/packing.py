@@ -29,8 +29,8 @@ Class tokens and registers are rows before the patches of each sequence, whateve
     token_rows: [2 3 … 25]                              the rows that become tokens
 
 It knows numpy alone and no family: what the tower of one family reads besides, its `Table` and its subclass of
-`TowerShape` compute, under names of its own. The tests compare it with `transformers.vision_utils`, which computes the
-same on the device.
+`TowerShape` compute, under names of its own. The tests compare towers that read it with transformers', which compute
+the same on the device.
 """
 
 from __future__ import annotations
