@@ -17,7 +17,6 @@ from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, at_rest, until
 from tests.integration.gateway import data_url, gateway, image, question
 from tests.integration.load import Asked, is_answered_soon, one_in_each_stage, short_clip
-from tests.integration.pruning import held_in_pruning
 from tests.processes import children, runs
 
 FRAMES = ("fetching", "reading", "decoding and encoding", "waiting for room")
@@ -88,37 +87,3 @@ async def test_a_gateway_is_healthy_while_questions_about_media_can_be_answered(
         await until(lambda: told() == 200)
         body = question(image(data_url("image/png", media.picture(56, 56))), "What?", max_tokens=1)
         assert (await asyncio.to_thread(http.post, "/v1/chat/completions", json=body)).status_code == 200
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(
-    ("killed", "blamed"),
-    [
-        ("preprocessing", None),  # it has sent all frames
-        ("this encoder", None),  # the other one repeats its work
-        ("both encoders", "encoder"),
-        ("generation", "generation"),
-    ],
-)
-async def test_a_service_is_killed_while_an_item_is_pruned(
-    fleet: Fleet, fleet_client: GridsieveClient, tmp_path: Path, killed: str, blamed: str | None
-) -> None:
-    async with held_in_pruning(fleet, fleet_client, tmp_path, seed=20 + len(killed)) as held:
-        victims = {
-            "preprocessing": [fleet.preprocessing[0]],
-            "this encoder": [held.encoder],
-            "both encoders": [fleet.encoder[0], held.encoder],
-            "generation": [fleet.generation],
-        }
-        for each in victims[killed]:
-            each.kill()
-        if blamed:
-            await fails_soon(blamed, held.asked)
-        if killed != "generation":
-            await held.others_go_on()
-        if held.encoder.running:
-            held.release()
-        if not blamed:
-            await asyncio.wait_for(held.asked.task, 30)
-            assert held.asked.tokens == 2
-        await at_rest((each for each in (*fleet.first, held.encoder) if each.running), within_s=SOON_S)
