@@ -1,18 +1,26 @@
-"""What clients of the gateway are told when its grace period ends before their requests do."""
+"""What clients of the gateway are told while it drains, and when its grace period ends before their requests do."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import signal
+import threading
+import time
 from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
+import pytest
 
 from gridsieve.common.process import ExitStatus
-from tests.integration.fleet import Stack, metric_in, until
+from gridsieve.v1 import generation_pb2, generation_pb2_grpc
+from tests.integration.fleet import metric_in, until
 from tests.integration.gateway import gateway, question
+from tests.served import served
 
 ERROR = {
     "message": "gateway is draining, and its grace period is over",
@@ -23,9 +31,59 @@ ERROR = {
 }
 
 
-async def test_a_drain_tells_the_clients_that_it_cuts_off(stack: Stack, tmp_path: Path) -> None:
-    path, body = "/v1/chat/completions", question("Why?", max_tokens=1500, ignore_eos=True)
-    with gateway(stack.address, tmp_path, "--drain-s", "0.2") as leaving:
+class Talking(generation_pb2_grpc.GenerationServiceServicer):
+    """Generation whose answers go on until `enough` is set."""
+
+    def __init__(self) -> None:
+        self.enough = threading.Event()
+
+    async def ListModels(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        yield generation_pb2.ListModelsResponse(name="talking", max_model_len=100)
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        usage = generation_pb2.Usage(prompt_tokens_full=9, prompt_tokens=9, completion_tokens=5)
+        yield generation_pb2.GenerateResponse(accepted=generation_pb2.Accepted(request_id="r", usage=usage))
+        while not self.enough.is_set():
+            yield generation_pb2.GenerateResponse(delta=generation_pb2.Delta(text="so ", token_ids=[1]))
+            await asyncio.sleep(0.02)
+        ended = {"reason": generation_pb2.FINISH_REASON_STOP, "usage": usage, "timings": generation_pb2.Timings()}
+        yield generation_pb2.GenerateResponse(finished=generation_pb2.Finished(**ended))
+
+
+@pytest.fixture
+def talking() -> Talking:
+    return Talking()
+
+
+@pytest.fixture
+def address(talking: Talking) -> Iterator[str]:
+    with served(partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, talking)) as address:
+        yield address
+
+
+def test_after_sigterm_a_stream_is_finished_and_new_questions_are_refused(
+    talking: Talking, address: str, tmp_path: Path
+) -> None:
+    with gateway(address, tmp_path, "--drain-s", "120") as leaving, leaving.http() as client, leaving.http() as other:
+        assert other.get("/version").json()["uploads"] is None  # and keeps its connection
+        assert other.get("/health").status_code == 200
+        with client.stream("POST", "/v1/chat/completions", json=question("Why?", stream=True)) as streamed:
+            lines = streamed.iter_lines()
+            next(lines)
+            leaving.process.send_signal(signal.SIGTERM)
+            while other.get("/health").status_code == 200:
+                time.sleep(0.01)
+            refused = other.post("/v1/chat/completions", json=question("Why?"))
+            assert (refused.status_code, refused.json()["error"]["stage"]) == (503, "gateway")
+            assert "Retry-After" in refused.headers
+            talking.enough.set()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert leaving.process.wait(20) == ExitStatus.FINISHED
+
+
+async def test_a_drain_tells_the_clients_that_it_cuts_off(address: str, tmp_path: Path) -> None:
+    path, body = "/v1/chat/completions", question("Why?")
+    with gateway(address, tmp_path, "--drain-s", "0.2") as leaving:
         reader, writer = await asyncio.open_connection("127.0.0.1", leaving.port)
         writer.write(f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n".encode())  # and no body
         async with httpx.AsyncClient(base_url=leaving.url, timeout=60) as client:

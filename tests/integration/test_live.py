@@ -60,15 +60,11 @@ def served(request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]) -
         yield Served(folder, stack)
 
 
-# Tests of what the family decides; the others are served by one of them.
-EVERY_FAMILY = pytest.mark.parametrize("served", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"], indirect=True, scope="module")
-# Of what the family decides in a session's windows, which tests of generation cover for all three.
-DEEP_FAMILY = pytest.mark.parametrize(
-    "served",
-    ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.deep) for name in ("qwen3_vl", "qwen3_5"))],
-    indirect=True,
-    scope="module",
-)
+def of_families(count: int) -> pytest.MarkDecorator:
+    """Of what the family decides, which tests of generation cover for all three: after the first `count` it is deep."""
+    names = ("qwen2_5_vl", "qwen3_5", "qwen3_vl")
+    deep = (pytest.param(name, marks=pytest.mark.deep) for name in names[count:])
+    return pytest.mark.parametrize("served", [*names[:count], *deep], indirect=True, scope="module")
 
 
 @dataclass
@@ -140,7 +136,7 @@ def video(first: int, end: int, times_s: Sequence[float]) -> Video:
     )
 
 
-@EVERY_FAMILY
+@of_families(2)
 async def test_answers_are_those_of_one_question_about_all_that_was_seen(served: Served) -> None:
     """A question that leaves no trace, one that stays, and one about frames after it."""
     system = Message("system", (Text("Be brief."),))
@@ -166,7 +162,7 @@ async def test_answers_are_those_of_one_question_about_all_that_was_seen(served:
         assert (usage.usage.frames, usage.usage.used_frames, usage.usage.dropped_frames) == (12, 12, 0)
 
 
-@EVERY_FAMILY
+@of_families(2)
 async def test_slices_in_which_nothing_changes_leave_answers_as_they_are(served: Served) -> None:
     """Slices of the same files, of others after a cut, and of other files of the same scene."""
     pictures = [*PICTURES[:1] * 4, *PICTURES[1:2] * 6, *[PICTURES[1] + bytes(1)] * 6]
@@ -184,7 +180,7 @@ async def test_slices_in_which_nothing_changes_leave_answers_as_they_are(served:
         assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
-@DEEP_FAMILY
+@of_families(1)
 async def test_what_changes_is_kept_and_what_is_old_is_evicted(served: Served) -> None:
     """A scene that stands still costs hardly anything; cuts fill the window, and the oldest slices leave it."""
     pruning = prompt_pb2.Pruning()  # by what changes
@@ -203,7 +199,7 @@ async def test_what_changes_is_kept_and_what_is_old_is_evicted(served: Served) -
         assert (await live.ask(QUESTION))[0]
 
 
-@DEEP_FAMILY
+@of_families(1)
 async def test_what_changes_slowly_or_a_little_is_kept_once_it_lasts(served: Served) -> None:
     """Dusk, then equal files that are a little brighter, then a question, and nothing new."""
     levels = [np.full((112, 112, 3), 100 - 3 * number, np.uint8) for number in range(8)]
@@ -241,7 +237,7 @@ async def test_a_session_begins_again_with_frames_of_another_size(served: Served
         assert [each.restarted.segments for each in live.seen if each.HasField("restarted")] == [0]
 
 
-@DEEP_FAMILY
+@of_families(1)
 async def test_a_slice_that_can_never_fit_is_refused_alone(served: Served) -> None:
     """Its frames are of another size: 64 tokens of Qwen3-VL and more of Qwen2.5-VL, after some 20 of text."""
     large = [media.picture(448, 448, seed) for seed in range(2)]

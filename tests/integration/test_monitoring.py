@@ -23,7 +23,6 @@ from gridsieve.client.live_events import LiveSlice
 from gridsieve.client.prompt import Image, Video
 from gridsieve.common.contract import errors
 from tests import media
-from tests.integration.conftest import another_generation
 from tests.integration.fleet import Service, Stack, started
 from tests.integration.gateway import Gateway
 from tests.integration.prometheus import Prometheus, left, scraping
@@ -57,22 +56,18 @@ class Camera(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def live(
-    stack: Stack, tiny_checkpoint: Path, fetch_port: int, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Service]:
+def live(live_stack: Stack, fetch_port: int) -> Iterator[Service]:
     """A second generation service, of which a live session watches a camera."""
-    flags = ("--kv-cache-tokens", "2048", "--live-tokens", "640")
     server = ThreadingHTTPServer(("127.0.0.1", fetch_port), Camera)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever).start()
     try:
         with (
-            another_generation(stack, tiny_checkpoint, tmp_path_factory.mktemp("live"), *flags) as service,
-            sync.GridsieveClient(service.address) as client,
+            sync.GridsieveClient(live_stack.address) as client,
             client.live(source=f"http://localhost:{fetch_port}/", source_name="door", answer_tokens=128) as session,
         ):
             next(each for each in session.events() if isinstance(each, LiveSlice))
-            yield service
+            yield live_stack.services["generation"]
     finally:
         server.shutdown()
         server.server_close()

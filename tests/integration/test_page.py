@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -19,15 +18,14 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Locator, Page, Request, expect, sync_playwright
 
-from demo.checkpoint import TINY, write_checkpoint
 from demo.example import CLIP
 from gridsieve import GridsieveClient, Pruning, Video
 from gridsieve.client.answer import Usage
 from gridsieve.client.encoding import Encoded, encode
 from gridsieve.common.contract.retention import AUTO_THRESHOLD, METHODS, NONE, PIXEL_CHANGE
 from tests import media
-from tests.integration.conftest import SERVED_NAME, UNCOMPILED, another_generation
-from tests.integration.fleet import Stack, running
+from tests.integration.conftest import SERVED_NAME, another_generation
+from tests.integration.fleet import Stack
 from tests.integration.gateway import Gateway, gateway
 
 ANSWER_MS = 60_000
@@ -95,19 +93,6 @@ def inline_door(stack: Stack, tiny_checkpoint: Path, tmp_path_factory: pytest.Te
 
 
 @pytest.fixture(scope="module")
-def heavy_door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway before services whose tower outweighs everything else."""
-    sizes = {"tower_hidden": 256, "tower_intermediate": 1024, "tower_depth": 6, "hidden": 256, "intermediate": 1024}
-    folder = tmp_path_factory.mktemp("heavy")
-    model = write_checkpoint(folder / "model", replace(TINY, **sizes, mrope_section=(8, 12, 12)))  # type: ignore[arg-type]
-    with (
-        running(model, flags={"encoder": UNCOMPILED, "generation": UNCOMPILED}) as stack,
-        gateway(stack.address, folder, "--encoder", stack.addresses["encoder"]) as started,
-    ):
-        yield started
-
-
-@pytest.fixture(scope="module")
 def browser(chromium: str) -> Iterator[Browser]:
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
@@ -167,6 +152,8 @@ def test_a_dropped_clip_plays_and_is_answered_at_two_rates(page: Page, stack: St
     assert player.evaluate("async (video) => { await video.play(); return !video.paused; }")
     page.locator("#answers").evaluate(NOTE_TIMES)
     page.get_by_label("Compare with another rate").check()
+    asked: list[Request] = []
+    page.on("request", lambda request: asked.append(request) if turns(request) else None)
     ask(page, "What moves?")
     for article, rate, heading in zip(finished(page, 2), (0.0, 0.75), ("Not pruned", "Pruned by 75 %"), strict=True):
         expect(article.get_by_role("heading")).to_have_text(heading)
@@ -195,27 +182,11 @@ def test_a_dropped_clip_plays_and_is_answered_at_two_rates(page: Page, stack: St
         middles = [middle(page.locator(place)) for place in ("#compare", ".check:has(#compare)")]
         assert middles[0] == pytest.approx(middles[1], abs=1)
         assert page.get_by_label("Method").evaluate(IS_WHOLE) or width < 1280
-
-
-@pytest.mark.deep  # it compares times, of which a busy machine has none to spare
-def test_compared_answers_start_alike_so_the_unpruned_one_is_slower(browser: Browser, heavy_door: Gateway) -> None:
-    with opened(browser, heavy_door) as page:
-        drop(page, "new.mp4", "video/mp4", media.clip(32, fps=2, width=168, height=168))
-        page.get_by_label("Pruning rate").fill("0.9")
-        page.get_by_label("Method").select_option("pixel_change")
-        page.get_by_label("Compare with another rate").check()
-        page.get_by_label("Compared rate").fill("0")
-        for _ in ("a fresh clip", "asked again"):
-            times_ms: list[list[int]] = []
-            for _ in range(3):  # on a busy machine, one may be held up
-                ask(page, "What moves?", longest=2)
-                costs = [cost(article) for article in finished(page, 2)]
-                assert [each["From the cache"] for each in costs] == ["0", "0"]
-                times_ms.append([int(each["First token"].removesuffix(" ms")) for each in costs])
-                unpruned_ms, pruned_ms = map(min, zip(*times_ms, strict=True))
-                if unpruned_ms > pruned_ms:
-                    break
-            assert unpruned_ms > pruned_ms
+    # Answers that are compared start alike: the clip is read before the first, and neither finds what the other computed.
+    assert len(asked) == 3
+    ask(page, "What moves?", longest=2)
+    assert [cost(article)["From the cache"] for article in finished(page, 2)] == ["0", "0"]
+    assert len(asked) == 5
 
 
 def middle(place: Locator) -> float:

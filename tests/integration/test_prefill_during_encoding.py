@@ -22,7 +22,7 @@ from gridsieve.v1.generation_pb2 import GenerateRequest, Sampling
 from gridsieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.common.loopback import serving
 from tests.generation.generation_peers import Preprocessing, part_messages, prompt_message, prompt_plan
-from tests.integration.fleet import Service, started, until
+from tests.integration.fleet import Service, until
 
 GRID = Grid(4, 6, 6)
 
@@ -58,8 +58,13 @@ async def test_what_has_arrived_is_prefilled_before_the_rest_comes(tiny_checkpoi
     flags = ("--encoder", elsewhere, "--preprocessing", elsewhere)
     generation = Service("generation", tiny_checkpoint, tmp_path, flags)
     async with serving(f"127.0.0.1:{port}", WaitingTower(plan, generation), Preprocessing(plan)):
-        with started(generation):
+        generation.start()
+        try:
+            await asyncio.to_thread(generation.ready)
             async with open_channel(generation.address) as channel:
-                asked = GenerateRequest(prompt=prompt_message(plan), sampling=Sampling(max_new_tokens=2))
+                sampling = Sampling(max_new_tokens=2, ignore_eos=True)
+                asked = GenerateRequest(prompt=prompt_message(plan), sampling=sampling)
                 *_, last = [response async for response in GenerationServiceStub(channel).Generate(asked, timeout=60)]
+        finally:
+            generation.close()
     assert last.finished.usage.completion_tokens == 2
