@@ -18,6 +18,7 @@ from PIL import Image
 
 from demo.example import QUESTIONS
 from tests.gridsieve.checkout import ROOT, copy_to
+from tests.gridsieve.test_wheel import environment, site_packages
 
 MOVES, HAPPENS = (question.answer for question in QUESTIONS)
 MARK = "--- next command ---"
@@ -52,27 +53,13 @@ def commands() -> Iterator[str]:
 
 
 def installed(folder: Path) -> None:
-    """What `make setup` would install: the environment of the tests, by hard links, and the generated code."""
-    environment = folder / ".venv"
-    shutil.copytree(sys.prefix, environment, symlinks=True, copy_function=linked)
-    names = [*environment.glob("bin/*"), environment / "pyvenv.cfg", *environment.rglob("__editable__*gridsieve*")]
-    for path in (path for path in names if path.is_file() and not path.is_symlink()):
-        content = path.read_bytes()
-        path.unlink()  # the other link stays as it is
-        for ours, theirs in ((sys.prefix, environment), (ROOT, folder)):
-            content = content.replace(os.fsencode(ours), os.fsencode(theirs))
-        path.write_bytes(content)
-        path.chmod(0o755)
+    """What `make setup` would install: an environment with the packages of the tests' own, and the generated code."""
+    programs = environment(folder / ".venv")
+    (site_packages(folder / ".venv") / "checkout.pth").write_text(str(folder))
+    command = Path(sys.prefix, "bin", "gridsieve").read_text().replace(sys.prefix, str(folder / ".venv"))
+    (programs / "gridsieve").write_text(command)
+    (programs / "gridsieve").chmod(0o755)
     shutil.copytree(ROOT / "gridsieve/v1", folder / "gridsieve/v1")
-    for name in (".venv/.installed", "gridsieve/v1/.generated"):
-        (folder / name).touch()
-
-
-def linked(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # of another file system
-        shutil.copy2(source, target)
 
 
 @pytest.mark.parametrize(

@@ -182,9 +182,10 @@ def test_a_dropped_clip_plays_and_is_answered_at_two_rates(page: Page, stack: St
         middles = [middle(page.locator(place)) for place in ("#compare", ".check:has(#compare)")]
         assert middles[0] == pytest.approx(middles[1], abs=1)
         assert page.get_by_label("Method").evaluate(IS_WHOLE) or width < 1280
-    # Answers that are compared start alike: the clip is read before the first, and neither finds what the other computed.
+    # Compared answers start alike: the clip is read before the first, and neither finds what the other computed.
     assert len(asked) == 3
-    ask(page, "What moves?", longest=2)
+    with page.expect_request(lambda request: turns(request) == 1):
+        ask(page, "What moves?", longest=2)
     assert [cost(article)["From the cache"] for article in finished(page, 2)] == ["0", "0"]
     assert len(asked) == 5
 

@@ -48,7 +48,9 @@ class WaitingTower(encoder_pb2_grpc.EncoderServiceServicer):
             yield message
 
     def _first_is_prefilled(self) -> bool:
-        return self._generation.metric("gridsieve_generation_computed_tokens_total", phase="prefill") > GRID.slice_tokens
+        return (
+            self._generation.metric("gridsieve_generation_computed_tokens_total", phase="prefill") > GRID.slice_tokens
+        )
 
 
 @pytest.mark.deep

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -18,10 +17,8 @@ import httpx
 import numpy as np
 import PIL.Image
 import pytest
-from typer.testing import CliRunner
 
 from gridsieve import Grid, GridsieveClient, Image, Pruning, Video, encode
-from gridsieve.__main__ import app
 from gridsieve.common.contract.retention import AUTO_THRESHOLD, METHODS
 from tests import media
 from tests.integration.conftest import another_generation
@@ -72,12 +69,11 @@ def automatic(stack: Stack, tiny_checkpoint: Path, tmp_path_factory: pytest.Temp
         yield Automatic(generation, door.url)
 
 
-def by_python(asked: Automatic, data: bytes, pruning: Mapping[str, float], _: Path) -> Counts:
-    options: Any = {f"pruning_{name}": value for name, value in pruning.items()}
-    return asyncio.run(counted(asked, Video(data=data), options))
+def by_python(asked: Automatic, data: bytes, pruning: Mapping[str, float]) -> Counts:
+    return asyncio.run(counted(asked, Video(data=data), {f"pruning_{name}": each for name, each in pruning.items()}))
 
 
-def by_python_of_a_video(asked: Automatic, data: bytes, pruning: Mapping[str, float], _: Path) -> Counts:
+def by_python_of_a_video(asked: Automatic, data: bytes, pruning: Mapping[str, float]) -> Counts:
     own = Pruning(**pruning)  # type: ignore[arg-type]
     return asyncio.run(counted(asked, Video(data=data, pruning=own), {"pruning_method": "vcast"}))
 
@@ -90,17 +86,8 @@ async def counted(asked: Automatic, part: Video, options: Any) -> Counts:
     return item.grid, item.num_kept, item.pruning_rate
 
 
-def by_command(asked: Automatic, data: bytes, pruning: Mapping[str, float], folder: Path) -> Counts:
-    (folder / "clip.png").write_bytes(data)
-    flags = [f"--pruning-{name}={value}" for name, value in pruning.items()]
-    command = ["ask", str(folder / "clip.png"), "What moves?", *flags, "--server", asked.address]
-    answer = CliRunner().invoke(app, [*command, "--max-new-tokens", "1", "--json"])
-    (item,) = json.loads(answer.stdout)["usage"]["media"]
-    return Grid(**item["grid"]), item["num_kept"], item["pruning_rate"]
-
-
-def by_http(path: str) -> Callable[[Automatic, bytes, Mapping[str, float], Path], Counts]:
-    def counts(asked: Automatic, data: bytes, pruning: Mapping[str, float], _: Path) -> Counts:
+def by_http(path: str) -> Callable[[Automatic, bytes, Mapping[str, float]], Counts]:
+    def counts(asked: Automatic, data: bytes, pruning: Mapping[str, float]) -> Counts:
         url = data_url("image/png", data)
         body = question(video(url), "What moves?", max_tokens=1)
         if path == "/v1/responses":
@@ -127,7 +114,6 @@ def told(asked: Automatic, path: str, body: Mapping[str, Any]) -> list[Counts]:
 DOORS = {
     "Python": by_python,
     "a video of its own": by_python_of_a_video,
-    "the command": by_command,
     "chat completions": by_http("/v1/chat/completions"),
     "responses": by_http("/v1/responses"),
     "the kept tokens": by_http("/v1/gridsieve/kept"),
@@ -141,10 +127,10 @@ def at_most(grid: Grid, rate: float) -> int:
 
 @pytest.mark.parametrize("door", DOORS)
 def test_a_threshold_keeps_what_changed_and_usage_says_the_rate_that_came_of_it(
-    automatic: Automatic, tmp_path: Path, door: str
+    automatic: Automatic, door: str
 ) -> None:
     for threshold, changed in ((AUTO_THRESHOLD, True), (ABOVE_ANY_CHANGE, False)):
-        grid, num_kept, rate = DOORS[door](automatic, BUSY, {"rate": 0.25, "threshold": threshold}, tmp_path)
+        grid, num_kept, rate = DOORS[door](automatic, BUSY, {"rate": 0.25, "threshold": threshold})
         assert grid.slice_tokens < at_most(grid, 0.25) < grid.tokens
         assert num_kept == (at_most(grid, 0.25) if changed else grid.slice_tokens)
         assert rate == pytest.approx(1 - num_kept / grid.tokens)
@@ -164,6 +150,11 @@ SAID: dict[str, tuple[Pruning, Pruning, Callable[[Grid], int]]] = {
         lambda grid: grid.slice_tokens + (grid.t - 1) * (grid.slice_tokens * 2 // 5),
     ),
 }
+
+
+def test_of_a_busy_clip_a_request_that_says_nothing_keeps_what_the_services_rate_leaves(automatic: Automatic) -> None:
+    grid, num_kept, _ = by_python(automatic, BUSY, {})
+    assert num_kept == at_most(grid, RATE)
 
 
 @pytest.mark.parametrize("name", SAID)
@@ -220,13 +211,6 @@ def test_a_rate_without_a_method_is_by_pixels_and_that_of_embeddings_by_evs(stac
     body = question(brought("video_embeds", whole.as_embeds()), pruning={"rate": 0.5})
     answer = httpx.post(f"{automatic.url}/v1/gridsieve/kept", json=body, trust_env=False).raise_for_status().json()
     assert answer["media"][0]["kept"] == by_evs.kept.tolist()
-
-
-def test_of_a_busy_clip_a_request_that_says_nothing_keeps_what_the_services_rate_leaves(
-    automatic: Automatic, tmp_path: Path
-) -> None:
-    grid, num_kept, _ = by_python(automatic, BUSY, {}, tmp_path)
-    assert num_kept == at_most(grid, RATE)
 
 
 def test_the_services_threshold_and_where_each_method_acts_are_told_with_its_models(automatic: Automatic) -> None:
