@@ -9,14 +9,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
 from gridsieve.common.process import ExitStatus
+from gridsieve.common.serving.health import Health
 from gridsieve.v1 import generation_pb2, generation_pb2_grpc
 from tests.integration.fleet import metric_in, until
 from tests.integration.gateway import gateway, question
@@ -57,7 +58,13 @@ def talking() -> Talking:
 
 @pytest.fixture
 def address(talking: Talking) -> Iterator[str]:
-    with served(partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, talking)) as address:
+    def register(server: grpc.aio.Server) -> None:
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(talking, server)
+        health = Health(("",))
+        health.set_serving(True, ready=True)
+        health.add_to(server)
+
+    with served(register) as address:
         yield address
 
 
