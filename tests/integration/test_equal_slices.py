@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from gridsieve.client.encoding import Encoded, encode
-from gridsieve.client.prompt import Frames, Pruning, Video
+from gridsieve.client.prompt import Pruning, Video
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.patches import KeptFrames
@@ -25,7 +25,6 @@ from tests.awake import SOON_S
 from tests.encoder.kept import FLOAT32_ERROR, check_kept, exact_count, exact_scores
 from tests.integration.fleet import Fleet, at_rest
 from tests.preprocessing.preprocessing_media import decoded_in_order
-from tests.preprocessing.test_picture_frames import png
 
 SIDE_PX = 112
 SLICE_TOKENS = 16
@@ -53,10 +52,6 @@ def lossless(shown: Sequence[NDArray[np.uint8]]) -> bytes:
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(each, format="rgb24")))
             container.mux(stream.encode())
         return Path(file.name).read_bytes()
-
-
-def listed(shown: Sequence[NDArray[np.uint8]]) -> Video:
-    return Video(frames=Frames(tuple(map(png, shown)), tuple(number / 2 for number in range(len(shown)))))
 
 
 def each_by_itself(tower: Tower, shown: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
@@ -139,12 +134,3 @@ async def test_windows_of_one_film_share_their_slices(counting: Counting, tower:
         assert counts == expected
         windows.append(made.values)
     assert np.array_equal(windows[1][:, : 6 * SLICE_TOKENS], windows[0][:, 2 * SLICE_TOKENS :])
-
-
-async def test_videos_that_begin_alike_share_their_beginnings(counting: Counting, tower: Tower) -> None:
-    """The second has an odd number of frames, so that its last slice shows the last one twice."""
-    for contents, expected in (((0, 1, 2, 3), (2, 0, 0)), ((0, 1, 2, 3, 4), (1, 0, 2))):
-        shown = pictures(*(200 + content for content in contents))
-        made, counts = await counting.encode(listed(shown))
-        assert_close(made.values, each_by_itself(tower, [*shown, *shown[-1:][: len(shown) % 2]]))
-        assert counts == expected

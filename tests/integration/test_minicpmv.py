@@ -15,12 +15,11 @@ from torch import Tensor
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.encoding import encode
 from gridsieve.client.messages import generate_request
-from gridsieve.client.prompt import Frames, Image, Part, Text, Video, user_turn
+from gridsieve.client.prompt import Image, Part, Text, Video, user_turn
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.plan import Grid, PromptPlan
 from tests import media
 from tests.families import minicpm
-from tests.integration.conftest import idle, metric
 from tests.integration.fleet import Stack, running
 from tests.integration.reference import CLEAR_MARGIN, NEW_TOKENS, plan_and_slices
 
@@ -67,8 +66,6 @@ async def test_answers_are_those_of_the_parts_of_transformers(version: str, tmp_
             videos = (Video(data=CLIP), Video(embeds=clip.as_embeds()))
             ours, brought = [await client.ask(each, QUESTION, max_new_tokens=4, temperature=0) for each in videos]
             assert ours.token_ids == brought.token_ids
-            if version == "4.5":
-                await check_cached_groups(stack)
 
 
 async def check_embeddings(stack: Stack, client: GridsieveClient, *pictures: bytes) -> None:
@@ -88,23 +85,6 @@ async def check_embeddings(stack: Stack, client: GridsieveClient, *pictures: byt
     ):
         with pytest.raises(InvalidRequest, match=named):
             await client.ask(Image(embeds=replace(one, **wrong)), QUESTION)
-
-
-async def check_cached_groups(stack: Stack) -> None:
-    """The encoder answers for the same groups from its cache, and not for groups whose frames have other times."""
-    shown, times = (PICTURE,) * 372, [number / 4 for number in range(372)]
-    later = [*times[:4], times[4] + 0.2, *times[5:]]  # the middle of three
-    found, decoded = [], []
-    for each in (times, times, later):
-        before = metric(stack, "preprocessing", "gridsieve_preprocessing_frames_total")
-        (made,) = await encode(stack.addresses["encoder"], Video(frames=Frames(shown, tuple(each))))
-        assert made.plan.frames.group_frames == 3
-        await idle(stack)
-        decoded.append(metric(stack, "preprocessing", "gridsieve_preprocessing_frames_total") - before)
-        found.append(made.values)
-    assert decoded == [372, 0, 372]
-    assert np.array_equal(found[0], found[1])
-    assert not np.array_equal(found[0][0, 4:8], found[2][0, 4:8])
 
 
 async def plan_and_frames(preprocessing: str, parts: Sequence[Part]) -> tuple[PromptPlan, list[list[Tensor]]]:

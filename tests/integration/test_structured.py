@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 import jsonschema
-import openai
 import pytest
 
 from gridsieve import GridsieveClient, Video
@@ -15,7 +14,6 @@ from gridsieve.client.answer import FinishReason
 from gridsieve.client.prompt import Options
 from gridsieve.common.contract.errors import InvalidRequest
 from tests import media
-from tests.integration.gateway import Gateway, question
 
 CLIP = media.clip(8, fps=4)
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -83,12 +81,3 @@ async def test_a_schema_that_cannot_be_held_is_refused_with_its_place(
 ) -> None:
     with pytest.raises(InvalidRequest, match=why):
         await client.ask(None, "Why?", **options)
-
-
-def test_openai_clients_get_documents(door: Gateway) -> None:
-    schema = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMAS["nested"], "strict": True}}
-    body = question("Why?", response_format=schema) | {"max_tokens": 400}
-    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="unused") as asked:
-        model = asked.models.list().data[0].id
-        answer = asked.chat.completions.create(model=model, **body)
-        jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SCHEMAS["nested"])

@@ -244,18 +244,5 @@ def _sum(all_watched: Sequence[Watched], name: str) -> int:
     return sum(getattr(each, name) for each in all_watched)
 
 
-def show(report: Report) -> None:
-    print(
-        f"\n{report.cameras} cameras for {report.minutes} minutes: {report.sent} frames sent, {report.due} due, "
-        f"{report.came} came, {report.shown} shown, {report.dropped} dropped; {report.answers} answers; slices added "
-        f"{report.late_s:.1f} s after their last frame at most"
-    )
-    print(f"| service | cores | minute {report.early} | minute {report.minutes} | ratio (goal ≤ {AT_MOST}) | an hour |")
-    print("|---|---|---|---|---|---|")
-    for name, used in report.used.items():
-        mib = [f"{each / 2**20:.1f} MiB" for each in (used.early_bytes, used.late_bytes, used.hourly_bytes)]
-        print(f"| {name} | {used.cores:.2f} | {mib[0]} | {mib[1]} | {used.ratio:.3f} | {mib[2]} |")
-
-
 def _is_wrong(line: str) -> bool:
     return any(word in line for word in ('"level": "warning"', '"level": "error"', '"level": "critical"', "Traceback"))

@@ -7,8 +7,8 @@
                 afterwards no service has more descriptors, blocks or upstream calls than before, at most six more
                 threads, and at most 32 MiB more memory
 
-Prints a report and exits with status 1 if memory grew, a pushed frame was dropped, a frame of a camera was not counted,
-a service logged a warning while it watched cameras, or anything was not given back.
+Prints a report as JSON and exits with status 1 if memory grew, a pushed frame was dropped, a frame of a camera was not
+counted, a service logged a warning while it watched cameras, or anything was not given back.
 """
 
 from __future__ import annotations
@@ -258,27 +258,6 @@ async def soak(minutes: int, count: int, camera_count: int) -> Report:
     )
 
 
-def show(report: Report) -> None:
-    print(f"{report.minutes} minutes in {report.took_s:.0f} s: {report.slices} slices, {report.answers} answers")
-    print(
-        f"| service | minute {min(EARLY_MINUTE, report.minutes)} | minute {report.minutes} | ratio (goal ≤ {AT_MOST}) |"
-    )
-    print("|---|---|---|---|")
-    for name, early in report.early_bytes.items():
-        late = report.late_bytes[name]
-        print(f"| {name} | {early / 2**20:.1f} MiB | {late / 2**20:.1f} MiB | {late / early:.3f} |")
-    if report.cameras:
-        cameras.show(report.cameras)
-    print(f"\n{report.sessions} sessions in {report.sessions_took_s:.0f} s, before and after them")
-    print("| service | threads | descriptors | memory |")
-    print("|---|---|---|---|")
-    for name, before in report.before.items():
-        after = report.after[name]
-        kinds = [f"{before[kind]}, {after[kind]}" for kind in ("threads", "descriptors")]
-        print(f"| {name} | {kinds[0]} | {kinds[1]} | {before['bytes'] / 2**20:.1f}, {after['bytes'] / 2**20:.1f} MiB |")
-    print("\n".join(f"FAULT  {fault}" for fault in report.faults) or "No fault.")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -286,14 +265,10 @@ def main() -> None:
     )
     parser.add_argument("--cameras", type=int, default=30)
     parser.add_argument("--sessions", type=int, default=1000)
-    parser.add_argument("--json", action="store_true", help="the report as JSON")
     args = parser.parse_args()
     unwind_on_signals()
     report = asyncio.run(soak(args.minutes, args.sessions, args.cameras))
-    if args.json:
-        print(json.dumps(asdict(report), indent=2))
-    else:
-        show(report)
+    print(json.dumps(asdict(report), indent=2))
     sys.exit(1 if report.faults else 0)
 
 
