@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import grpc
@@ -482,59 +483,14 @@ def test_a_conversation_that_is_continued_counts_in_the_callers_budget(calling: 
     assert f"--max-bytes-per-client is {CALLING_MAX_BYTES}" in refused.json()["error"]["message"]
 
 
-CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": "{}"}
-RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "Rain."}
-SENT_UNASKED: dict[str, dict[str, Any]] = {
-    "openai-agents 0.24, after a call": {
-        "include": [],
-        "input": [{"role": "user", "content": "Hi"}, CALL | {"id": "fc_1", "status": "completed"}, RESULT],
-        "tools": [WEATHER | {"strict": True}],
-    },
-    "AI SDK 3.0, after a call": {
-        "input": [{"role": "user", "content": [WHY]}, CALL, RESULT],
-        "tools": [WEATHER],
-        "tool_choice": "auto",
-    },
-    "AI SDK 3.0, store: false": {
-        "input": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [WHY]},
-            {"role": "assistant", "content": [{"type": "output_text", "text": "So."}], "id": "msg_1"},
-            {"role": "user", "content": [WHY]},
-        ],
-        "store": False,
-    },
-    "inspect-ai 0.3.285": {
-        "include": ["reasoning.encrypted_content"],
-        "input": [{"type": "message", "role": "user", "content": [WHY]}],
-        "reasoning": {"summary": "auto"},
-        "store": False,
-        "text": {"format": {"type": "json_schema", "name": "a", "schema": {}, "description": "a", "strict": None}},
-    },
-    "LlamaIndex 0.8": {
-        **dict.fromkeys(("include", "instructions", "max_output_tokens", "metadata", "previous_response_id", "user")),
-        "input": "Hi",
-        "store": False,
-        "stream": False,
-        "temperature": 0.1,
-        "top_p": 1.0,
-        "tools": [],
-        "truncation": "disabled",
-    },
-    "pydantic-ai 2.68": {
-        "instructions": "Be brief.",
-        "input": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, CALL, RESULT],
-        "tools": [WEATHER | {"strict": True}],
-        "tool_choice": "required",
-        "stream": True,
-    },
-}
+SENT: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "client_requests_of_responses.json").read_text())
+"""Bodies that clients sent by default. Texts are ours."""
 
 
-@pytest.mark.parametrize("name", SENT_UNASKED)
+@pytest.mark.parametrize("name", SENT)
 def test_what_clients_send_unasked_is_answered(calling: Gateway, name: str) -> None:
     with calling.http() as http:
-        http.post("/v1/responses", json={"model": "scripted"} | SENT_UNASKED[name]).raise_for_status()
+        http.post("/v1/responses", json={"model": "scripted"} | SENT[name]).raise_for_status()
 
 
 def test_a_schema_sent_along_with_a_required_call_is_not_asked_for(calling: Gateway, played: Played) -> None:
