@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import re
 import struct
+from functools import partial
 from typing import Any
 
 import av
+import numpy as np
 import PIL.Image
 import pytest
 from typer.testing import CliRunner
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 from gridsieve.__main__ import app
 from gridsieve.client.answer import Answer
 from gridsieve.client.client import GridsieveClient
+from gridsieve.client.encoding import encode
 from gridsieve.client.prompt import Frames, Image, Message, Text, Video
 from tests import media
 from tests.integration.conftest import idle, metric
@@ -110,6 +113,31 @@ async def test_a_second_question_about_a_clip_decodes_and_encodes_nothing(
     after = await work_done(stack)
     assert after["frames"] == before["frames"]
     assert after["items"] == before["items"] + 1
+
+
+async def test_slices_that_repeat_one_of_their_video_or_of_one_before_it_are_not_encoded_again(stack: Stack) -> None:
+    """A still between others, and then the same from its second slice on, with one that is new."""
+
+    def counts() -> list[int]:
+        reused = partial(metric, stack, "encoder", "gridsieve_encoder_reused_slices_total")
+        ran = metric(stack, "encoder", "gridsieve_encoder_batch_slices_sum")
+        return [int(each) for each in (ran, reused(source="repeated"), reused(source="cached"))]
+
+    found = []
+    for shown, expected in (((0, 1, 2, 2, 2, 2, 0, 1), [2, 2, 0]), ((2, 2, 2, 2, 0, 1, 3, 4), [1, 1, 2])):
+        pictures = tuple(media.picture(112, 112, seed=640 + each) for each in shown)
+        await idle(stack)
+        before = counts()
+        (made,) = await encode(
+            stack.addresses["encoder"], Video(frames=Frames(pictures, tuple(number / 2 for number in range(8))))
+        )
+        await idle(stack)
+        assert [now - then for now, then in zip(counts(), before, strict=True)] == expected
+        found.append(np.split(made.values, 4, axis=1))
+    first, second = found
+    for one, other in ((first[0], first[3]), (first[1], first[2]), (first[1], second[1]), (first[3], second[2])):
+        assert np.array_equal(one, other)
+    assert not np.allclose(first[0], first[1], atol=1e-3)
 
 
 async def test_the_next_turn_of_a_conversation_computes_only_what_is_new(stack: Stack, client: GridsieveClient) -> None:

@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer
 
+from gridsieve.client.answer import Answer
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.prompt import Frames, Message, Pruning, Text, Video
 from gridsieve.common.channels import open_channel
@@ -112,6 +113,12 @@ async def watching(address: str, **opened: Any) -> AsyncIterator[Watching]:
         live.call.cancel()
 
 
+def assert_same(asked: tuple[list[int], list[float]], expected: Answer) -> None:
+    tokens, logprobs = asked
+    assert tokens == list(expected.token_ids)
+    assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
 def lines_with(stack: Stack, text: str) -> list[dict[str, Any]]:
     """The lines in the services' logs with a text."""
     lines = [line for name in stack.services for line in stack.log(name).splitlines()]
@@ -145,18 +152,15 @@ async def test_answers_are_those_of_one_question_about_all_that_was_seen(served:
     times_s = [0.5 * number for number in range(12)]
     async with GridsieveClient(served.address) as client, watching(served.address, messages=opening) as live:
         await live.show(PICTURES[:8], [30 + time_s for time_s in times_s[:8]])
-        tokens, logprobs = await live.ask(QUESTION, transient=True)
+        answer = await live.ask(QUESTION, transient=True)
         seen = video(0, 8, times_s[:8])
-        expected = await client.ask(seen, QUESTION, history=[system], **GREEDY)
-        assert tokens == list(expected.token_ids)
-        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-        assert await live.ask(QUESTION, one_word) == ([word], pytest.approx(logprobs[:1], abs=100))
+        assert_same(answer, await client.ask(seen, QUESTION, history=[system], **GREEDY))
+        assert (await live.ask(QUESTION, one_word))[0] == [word]
         await live.show(PICTURES[8:12], [30 + time_s for time_s in times_s[8:]])
-        tokens, logprobs = await live.ask(SECOND)
+        answer = await live.ask(SECOND)
         turns = [system, Message("user", (seen, Text(QUESTION))), Message("assistant", (Text("a"),))]
         expected = await client.ask(video(8, 12, times_s[8:]), SECOND, history=turns, **GREEDY)
-        assert tokens == list(expected.token_ids)
-        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert_same(answer, expected)
         usage = live.seen[-1].finished
         assert usage.finished.usage.prompt_tokens == expected.usage.prompt_tokens
         assert (usage.usage.frames, usage.usage.used_frames, usage.usage.dropped_frames) == (12, 12, 0)
@@ -170,14 +174,12 @@ async def test_slices_in_which_nothing_changes_leave_answers_as_they_are(served:
     changed = prompt_pb2.Pruning(method="pixel_change", threshold=0.1)
     async with GridsieveClient(served.address) as client, watching(served.address, pruning=changed) as live:
         await live.show(pictures, times_s)
-        tokens, logprobs = await live.ask(QUESTION, transient=True)
+        answer = await live.ask(QUESTION, transient=True)
         [whole, *kept] = [each.slice.kept.shape[0] for each in live.seen if each.HasField("slice")]
         assert kept == [0, whole, 0, 0, 0, 0, 0]
         pruning = Pruning(method="pixel_change", threshold=0.1)
         seen = Video(frames=Frames(tuple(pictures), times_s), max_pixels=MAX_PIXELS, pruning=pruning)
-        expected = await client.ask(seen, QUESTION, **GREEDY)
-        assert tokens == list(expected.token_ids)
-        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert_same(answer, await client.ask(seen, QUESTION, **GREEDY))
 
 
 @of_families(1)
@@ -228,12 +230,10 @@ async def test_a_session_begins_again_with_frames_of_another_size(served: Served
             await live.send(frame=LiveFrame(picture=picture, time_s=time_s))
         assert (await live.until("dropped")).reason == generation_pb2.DROP_REASON_REFUSED
         await live.show(wide, times_s[6:])
-        tokens, logprobs = await live.ask(QUESTION)
+        answer = await live.ask(QUESTION)
         frames, none = Frames(tuple(wide), tuple(times_s[6:])), Pruning(method="none")
         seen = Video(frames=frames, max_pixels=MAX_PIXELS, pruning=none)
-        expected = await client.ask(seen, QUESTION, **GREEDY)
-        assert tokens == list(expected.token_ids)
-        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert_same(answer, await client.ask(seen, QUESTION, **GREEDY))
         assert [each.restarted.segments for each in live.seen if each.HasField("restarted")] == [0]
 
 
@@ -258,10 +258,8 @@ async def test_a_long_question_before_the_first_frame_goes_when_it_leaves_no_roo
         await live.ask("What moves? " * 8, said(served)[1])
         await live.show(PICTURES[:4], times_s)
         assert [each.WhichOneof("response") for each in live.seen][-4:] == ["evicted", "restarted", "slice", "slice"]
-        tokens, logprobs = await live.ask(QUESTION)
-        expected = await client.ask(video(0, 4, times_s), QUESTION, **GREEDY)
-        assert tokens == list(expected.token_ids)
-        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        answer = await live.ask(QUESTION)
+        assert_same(answer, await client.ask(video(0, 4, times_s), QUESTION, **GREEDY))
 
 
 async def test_frames_beyond_the_bytes_of_a_client_are_dropped_and_no_session_ends(served: Served) -> None:
@@ -344,11 +342,9 @@ async def test_beyond_the_trained_positions_a_session_begins_again_from_its_wind
         await live.show(PICTURES[:16], times_s)
         [repeated] = [each.restarted.segments for each in live.seen if each.HasField("restarted")]
         assert 1 <= repeated <= 3
-        tokens, logprobs = await live.ask(QUESTION)
+        answer = await live.ask(QUESTION)
         first = 14 - 2 * repeated
-        expected = await client.ask(video(first, 16, times_s[first:]), QUESTION, **GREEDY)
-        assert tokens == list(expected.token_ids)
-        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert_same(answer, await client.ask(video(first, 16, times_s[first:]), QUESTION, **GREEDY))
 
 
 @pytest.mark.parametrize("served", ["qwen3_5"], indirect=True, scope="module")
@@ -363,11 +359,9 @@ async def test_with_a_recurrent_state_a_session_begins_again_from_half_its_windo
         assert kinds[-5:] == ["finished", "slice", "evicted", "restarted", "slice"]
         assert (live.seen[-3].evicted.segments, live.seen[-2].restarted.segments) == (4, 4)
         assert live.seen[-1].slice.usage.held_tokens <= 208 / 2 + 23
-        tokens, logprobs = await live.ask(SECOND)
+        answer = await live.ask(SECOND)
         turns = [Message("user", (video(8, 12, times_s[8:12]), Text(QUESTION))), Message("assistant", (Text("a"),))]
-        expected = await client.ask(video(12, 16, times_s[12:]), SECOND, history=turns, **GREEDY)
-        assert tokens == list(expected.token_ids)
-        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert_same(answer, await client.ask(video(12, 16, times_s[12:]), SECOND, history=turns, **GREEDY))
     async with watching(served.address, window_s=4) as live:
         await live.show(PICTURES[:12], times_s[:12])
         assert [each.restarted.segments for each in live.seen if each.HasField("restarted")] == [2]

@@ -363,19 +363,6 @@ async def test_every_field_of_openais_schema_is_taken_at_its_neutral_value(door:
         assert not isinstance(event, InvalidRequest)
 
 
-async def test_a_trigger_asks_by_itself(door: Gateway) -> None:
-    response = {"instructions": QUESTION, "conversation": "none", "max_output_tokens": 16, "metadata": {"who": "me"}}
-    response["gridsieve"] = {"structured_outputs": {"json": {"enum": ["yes", "no"]}}}
-    own = OWN | {"triggers": [{"every_s": 1, "response": response}]}
-    async with talking(door, WATCHING | {"gridsieve": own}) as talk:
-        await talk.show(0, 4)
-        done = (await talk.until("response.done"))["response"]
-        await talk.by.session.update(session={"type": "realtime", "temperature": 1})
-        await talk.until("session.updated")
-    assert done["metadata"] == {"who": "me"}
-    assert done["output"][0]["content"][0]["text"] in ('"yes"', '"no"')
-
-
 async def refusal(door: Gateway, **options: Any) -> tuple[int, str]:
     with pytest.raises(InvalidStatus) as refused:
         async with opened(door, **options):

@@ -25,7 +25,16 @@ WATCHED = WATCHING | {"gridsieve": OWN | {"source": URL, "source_name": "door", 
 # Of a drawn frame: without its picture, what is dimmed is dark, and the rest empty.
 BRIGHTEST = """(canvas) => Math.max(...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data
   .filter((_, place) => place % 4 < 3))"""
-TRIGGER = {"every_s": 1, "response": {"instructions": QUESTION, "conversation": "none", "max_output_tokens": 4}}
+TRIGGER = {
+    "every_s": 1,
+    "response": {
+        "instructions": QUESTION,
+        "conversation": "none",
+        "max_output_tokens": 16,
+        "metadata": {"who": "me"},
+        "gridsieve": {"structured_outputs": {"json": {"enum": ["yes", "no"]}}},
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +122,9 @@ async def test_over_http_slices_and_answers_come_until_the_client_leaves_or_the_
     assert kinds[0] == "session.created"
     assert kinds.count("response.created") == kinds.count("response.done") > 0
     assert kinds.index("gridsieve.slice") < kinds.index("response.created")
-    assert seen[kinds.index("response.done")]["response"]["output"][0]["content"][0]["text"]
+    done = seen[kinds.index("response.done")]["response"]
+    assert done["metadata"] == {"who": "me"}
+    assert done["output"][0]["content"][0]["text"] in ('"yes"', '"no"')
     assert [event["state"] for event in seen if event["type"] == "gridsieve.stream"][-1] == "ended"
     assert "error" not in kinds
 
