@@ -280,7 +280,7 @@ def test_it_is_usable_by_keyboard_on_a_phone(page: Page) -> None:
 def test_a_large_clip_is_uploaded_with_progress_that_can_be_stopped(page: Page, tmp_path: Path) -> None:
     upload, progress = page.get_by_label("Upload of the clip"), page.locator("#upload-progress")
     progress.evaluate(NOTE_SHARES, page.locator("#stop-upload").element_handle())
-    page.locator("#file").set_input_files(padded(tmp_path / "large.mp4", 200 * MIB))
+    page.locator("#file").set_input_files(padded(tmp_path / "large.mp4", 128 * MIB))
     expect(progress).to_have_js_property("wasStopped", True)
     expect(upload).to_be_hidden()
     shares = progress.evaluate("(progress) => progress.shares")
@@ -364,7 +364,7 @@ def turns(request: Request) -> int:
     return len(request.post_data_json["messages"]) if request.url.endswith("/v1/chat/completions") else 0
 
 
-@pytest.mark.parametrize("takes_uploads", [True, False])
+@pytest.mark.parametrize("takes_uploads", [True, pytest.param(False, marks=pytest.mark.deep)])
 def test_a_question_is_copied_for_a_shell_and_for_python(
     request: pytest.FixtureRequest, takes_uploads: bool, tmp_path: Path
 ) -> None:

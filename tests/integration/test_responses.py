@@ -30,6 +30,7 @@ from tests.served import served
 CLIP, PICTURE = media.clip(8, fps=4), media.picture(60, 90)
 CLIP_URL, PICTURE_URL = data_url("video/mp4", CLIP), data_url("image/png", PICTURE)
 ASKED = {"temperature": 0, "max_output_tokens": 8}
+EVENT = TypeAdapter(ResponseStreamEvent)
 WITH_LOGPROBS = {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"]}
 WEATHER = {
     "type": "function",
@@ -158,7 +159,7 @@ def events_in(text: str) -> list[dict[str, Any]]:
         name, data = block.split("\n")
         events.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {events[-1]['type']}"
-        TypeAdapter(ResponseStreamEvent).validate_python(events[-1])
+        EVENT.validate_python(events[-1])
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 

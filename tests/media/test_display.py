@@ -134,10 +134,7 @@ def test_high_dynamic_range_becomes_standard(transfer: ColorTrc, signal: NDArray
     frame = ten_bits(signal)
     frame.color_trc, frame.color_primaries, frame.colorspace = transfer, ColorPrimaries.BT2020, BT2020_NCL
     frame.color_range = ColorRange.MPEG
-    # With threads, x265 has sent a packet that was refused (once, on a busy machine).
-    one_thread = "log-level=none:lossless=1:bframes=0:pools=none:frame-threads=1"
-    data = encoded([frame], "matroska", "libx265", prepare, **{"x265-params": one_thread})
-    row = shown(data)[ROWS // 2].astype(int)
+    row = shown(encoded([frame], "matroska", "ffv1", prepare))[ROWS // 2].astype(int)
     assert np.ptp(row, axis=1).max() <= 4
     grey = row[:, 1]
     assert (np.diff(grey) >= -1).all()
