@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import av
 import httpx
-import numpy as np
 import openai
 import PIL.Image
 import pytest
@@ -38,6 +36,7 @@ from tests.integration.fleet import Stack, exported, metric_in, until
 from tests.integration.gateway import Gateway, brought, data_url, gateway, image, question, video
 from tests.integration.test_metrics import assert_documented
 from tests.preprocessing.media_server import ok, serving
+from tests.preprocessing.preprocessing_media import clip
 
 CLIP, OTHER = media.clip(16, fps=4), media.clip(8, fps=4, seed=1)
 PICTURE = media.picture(60, 90)
@@ -251,22 +250,10 @@ def moving_gif() -> bytes:
     return file.getvalue()
 
 
-def flash() -> bytes:
-    file = io.BytesIO()
-    with av.open(file, "w", format="flv") as output:
-        stream = output.add_stream("flv1", rate=4)
-        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
-        for number in range(4):
-            pixels = np.full((64, 64, 3), 40 * number, np.uint8)
-            output.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        output.mux(stream.encode())
-    return file.getvalue()
-
-
 SAME_MEDIA = {
     "moving.gif": (moving_gif(), "image", "video"),
     "still.gif": (media.picture(56, 56), "image", "image"),
-    "clip.flv": (flash(), "video", "video"),
+    "clip.flv": (clip(4, 4, "flv", "flv"), "video", "video"),
 }
 
 

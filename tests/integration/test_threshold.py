@@ -19,6 +19,7 @@ import PIL.Image
 import pytest
 
 from gridsieve import Grid, GridsieveClient, Image, Pruning, Video, encode
+from gridsieve.client.encoding import Encoded
 from gridsieve.common.contract.retention import AUTO_THRESHOLD, METHODS
 from tests import media
 from tests.integration.conftest import another_generation
@@ -70,15 +71,17 @@ def automatic(stack: Stack, tiny_checkpoint: Path, tmp_path_factory: pytest.Temp
 
 
 def by_python(asked: Automatic, data: bytes, pruning: Mapping[str, float]) -> Counts:
-    return asyncio.run(counted(asked, Video(data=data), {f"pruning_{name}": each for name, each in pruning.items()}))
+    return asyncio.run(
+        asked_about(asked, Video(data=data), {f"pruning_{name}": each for name, each in pruning.items()})
+    )
 
 
 def by_python_of_a_video(asked: Automatic, data: bytes, pruning: Mapping[str, float]) -> Counts:
     own = Pruning(**pruning)  # type: ignore[arg-type]
-    return asyncio.run(counted(asked, Video(data=data, pruning=own), {"pruning_method": "vcast"}))
+    return asyncio.run(asked_about(asked, Video(data=data, pruning=own), {"pruning_method": "vcast"}))
 
 
-async def counted(asked: Automatic, part: Video, options: Any) -> Counts:
+async def asked_about(asked: Automatic, part: Video, options: Any) -> Counts:
     async with GridsieveClient(asked.address) as client:
         usage = (await client.ask(part, "What moves?", **options, max_new_tokens=1)).usage
     (item,) = usage.media
@@ -180,35 +183,26 @@ def test_what_a_request_does_not_say_is_as_the_service_was_told(automatic: Autom
 
 def test_a_rate_without_a_method_is_by_pixels_and_that_of_embeddings_by_evs(stack: Stack, automatic: Automatic) -> None:
     """By every door, also where the service has a threshold."""
-    encoder, clip = stack.addresses["encoder"], Video(data=BUSY)
+    half, clip = Pruning(0.5), Video(data=BUSY)
 
-    def counted(method: str) -> float:
-        labels = {"method": method, "pruning": "before"}
-        return metric_in(
-            exported(automatic.generation.metrics_port), "gridsieve_generation_media_tokens_total", **labels
-        )
+    def encoded(part: Video, pruning: Pruning) -> Encoded:
+        (made,) = asyncio.run(encode(stack.addresses["encoder"], part, pruning))
+        return made
 
-    async def asked(part: Video) -> tuple[int, float, float]:
-        """How many tokens are kept, and how many were counted under both methods."""
-        before = [counted(method) for method in ("pixel_change", "evs")]
-        async with GridsieveClient(automatic.address) as client:
-            (item,) = (await client.ask(part, "What moves?", pruning_rate=0.5, max_new_tokens=1)).usage.media
-        by_pixels, by_evs = [
-            counted(method) - each for method, each in zip(("pixel_change", "evs"), before, strict=True)
-        ]
-        return item.num_kept, by_pixels, by_evs
+    def counted() -> list[float]:
+        text, name = exported(automatic.generation.metrics_port), "gridsieve_generation_media_tokens_total"
+        return [metric_in(text, name, method=method, pruning="before") for method in ("pixel_change", "evs")]
 
-    (whole,), (chosen,), (named,) = [
-        asyncio.run(encode(encoder, clip, each)) for each in (Pruning(), Pruning(0.5), Pruning(0.5, "pixel_change"))
-    ]
-    tokens, embeds = whole.plan.grid.tokens, Video(embeds=whole.as_embeds())
-    assert (whole.kept.size, chosen.pruning.method) == (tokens, "pixel_change")
+    whole, chosen, named = (encoded(clip, each) for each in (Pruning(), half, Pruning(0.5, "pixel_change")))
+    tokens, embeds = whole.plan.grid.tokens, whole.as_embeds()
+    by_evs = encoded(Video(embeds=embeds), half)
+    assert (chosen.pruning.method, by_evs.pruning.method) == ("pixel_change", "evs")
     assert np.array_equal(chosen.kept, named.kept)
-    assert asyncio.run(asked(clip)) == (tokens // 2, tokens, 0)
-    assert asyncio.run(asked(embeds)) == (tokens // 2, 0, tokens)
-    (by_evs,) = asyncio.run(encode(encoder, embeds, Pruning(0.5)))
-    assert by_evs.pruning.method == "evs"
-    body = question(brought("video_embeds", whole.as_embeds()), pruning={"rate": 0.5})
+    for part, grown in ((clip, [tokens, 0]), (Video(embeds=embeds), [0, tokens])):
+        before = counted()
+        _, num_kept, _ = asyncio.run(asked_about(automatic, part, {"pruning_rate": 0.5}))
+        assert (num_kept, [now - then for now, then in zip(counted(), before, strict=True)]) == (tokens // 2, grown)
+    body = question(brought("video_embeds", embeds), pruning={"rate": 0.5})
     answer = httpx.post(f"{automatic.url}/v1/gridsieve/kept", json=body, trust_env=False).raise_for_status().json()
     assert answer["media"][0]["kept"] == by_evs.kept.tolist()
 
