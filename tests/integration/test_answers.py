@@ -18,7 +18,7 @@ from gridsieve.__main__ import app
 from gridsieve.client.answer import Answer
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.encoding import encode
-from gridsieve.client.prompt import Frames, Image, Message, Text, Video
+from gridsieve.client.prompt import Frames, Image, Video
 from tests import media
 from tests.integration.conftest import idle, metric
 from tests.integration.fleet import Stack
@@ -138,16 +138,6 @@ async def test_slices_that_repeat_one_of_their_video_or_of_one_before_it_are_not
     for one, other in ((first[0], first[3]), (first[1], first[2]), (first[1], second[1]), (first[3], second[2])):
         assert np.array_equal(one, other)
     assert not np.allclose(first[0], first[1], atol=1e-3)
-
-
-async def test_the_next_turn_of_a_conversation_computes_only_what_is_new(stack: Stack, client: GridsieveClient) -> None:
-    first = await ask(client, 42)
-    before = await work_done(stack)
-    clip = Video(data=media.clip(seed=42))
-    turns = (Message("user", (clip, Text(QUESTION))), Message("assistant", (Text(first.text),)))
-    second = await client.ask(None, "Why?", history=turns, **PRUNED, max_new_tokens=8, temperature=0)
-    assert await work_done(stack) == before
-    assert second.usage.cached_prompt_tokens > first.usage.prompt_tokens - 16
 
 
 @pytest.mark.parametrize("name", ["preprocessing", "encoder"])

@@ -15,7 +15,7 @@ import pytest
 
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.encoding import encode
-from gridsieve.client.prompt import Image, Message, Part, Pruning, Text, Video
+from gridsieve.client.prompt import Image, Part, Pruning, Text, Video
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.plan import Modality
 from gridsieve.families import families
@@ -198,33 +198,7 @@ async def test_an_adapter_of_the_tower_that_the_encoder_lacks_is_refused_with_it
 
 # --- pruning ------------------------------------------------------------------------------------------------------
 
-SHORT, WIDE = media.clip(seed=1), media.clip(24, fps=8, width=160, height=96, seed=2)
-EARLIER = (
-    Message("system", (Text("Be brief."),)),
-    Message("user", (Video(data=WIDE), Image(data=PICTURE), Text(QUESTION))),
-    Message("assistant", (Text("A square."),)),
-)
-MIXES: dict[str, tuple[tuple[Message, ...], tuple[Part, ...]]] = {
-    "twenty images": ((), tuple(Image(data=media.picture(64, 96, seed=seed)) for seed in range(20))),
-    "an image of one pixel": ((), (Image(data=media.picture(1, 1)),)),
-    "media in earlier turns": (EARLIER, (Image(data=TALL), Video(data=SHORT))),
-}
-
-
-@pytest.mark.parametrize("mix", MIXES)
-async def test_every_mix_of_media_keeps_the_tokens_of_its_rate(stack: Stack, mix: str) -> None:
-    history, parts = MIXES[mix]
-    options: Any = {"history": history, "pruning_rate": 0.75, "max_new_tokens": 3, "timeout_s": 60}
-    async with GridsieveClient(stack.address) as client:
-        answer = await client.ask(list(parts), "What is this?", **options)
-    asked = [part for turn in history for part in turn.parts] + list(parts)
-    modalities = {Image: Modality.IMAGE, Video: Modality.VIDEO}
-    expected = [modalities[type(part)] for part in asked if not isinstance(part, Text)]
-    assert [item.modality for item in answer.usage.media] == expected
-    for item in answer.usage.media:
-        least = max(item.grid.slice_tokens, item.grid.tokens // 4)
-        assert item.num_kept == (item.grid.tokens if item.modality is Modality.IMAGE else least)
-    assert answer.usage.completion_tokens >= 1
+SHORT = media.clip(seed=1)
 
 
 async def test_each_video_is_pruned_by_its_own_method_and_rate_or_else_by_those_of_the_request(
@@ -240,21 +214,6 @@ async def test_each_video_is_pruned_by_its_own_method_and_rate_or_else_by_those_
         *(grid.tokens * 3 // 4, grid.tokens // 2),
         *(max(grid.slice_tokens, twentieth), max(grid.t, twentieth), grid.tokens),
     ]
-
-
-async def test_embeddings_as_input_are_answered_like_the_media_they_come_from(
-    served: Served, client: GridsieveClient
-) -> None:
-    pixels = (Video(data=WIDE), Image(data=PICTURE))
-    clip, picture = await encode(served.addresses["encoder"], list(pixels))
-    embeds = (Video(embeds=clip.as_embeds()), Image(embeds=picture.as_embeds()))
-    one, other = [
-        await client.ask(list(parts), QUESTION, pruning_rate=0.5, pruning_method="vidcom2", **GREEDY)
-        for parts in (pixels, embeds)
-    ]
-    assert one.token_ids == other.token_ids
-    assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-    assert [item.num_kept for item in one.usage.media] == [item.num_kept for item in other.usage.media]
 
 
 # --- tokens chosen before the tower -------------------------------------------------------------------------------
