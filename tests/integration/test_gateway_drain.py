@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import httpx
@@ -18,9 +16,10 @@ import pytest
 
 from gridsieve.common.process import ExitStatus
 from gridsieve.common.serving.health import Health
-from gridsieve.v1 import generation_pb2, generation_pb2_grpc
+from gridsieve.v1 import generation_pb2_grpc
 from tests.integration.fleet import metric_in, until
 from tests.integration.gateway import gateway, question
+from tests.integration.test_responses import Played
 from tests.served import served
 
 ERROR = {
@@ -32,34 +31,18 @@ ERROR = {
 }
 
 
-class Talking(generation_pb2_grpc.GenerationServiceServicer):
-    """Generation whose answers go on until `enough` is set."""
-
-    def __init__(self) -> None:
-        self.enough = threading.Event()
-
-    async def ListModels(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        yield generation_pb2.ListModelsResponse(name="talking", max_model_len=100)
-
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        usage = generation_pb2.Usage(prompt_tokens_full=9, prompt_tokens=9, completion_tokens=5)
-        yield generation_pb2.GenerateResponse(accepted=generation_pb2.Accepted(request_id="r", usage=usage))
-        while not self.enough.is_set():
-            yield generation_pb2.GenerateResponse(delta=generation_pb2.Delta(text="so ", token_ids=[1]))
-            await asyncio.sleep(0.02)
-        ended = {"reason": generation_pb2.FINISH_REASON_STOP, "usage": usage, "timings": generation_pb2.Timings()}
-        yield generation_pb2.GenerateResponse(finished=generation_pb2.Finished(**ended))
+ASKED = question("go on")
 
 
 @pytest.fixture
-def talking() -> Talking:
-    return Talking()
+def played() -> Played:
+    return Played()
 
 
 @pytest.fixture
-def address(talking: Talking) -> Iterator[str]:
+def address(played: Played) -> Iterator[str]:
     def register(server: grpc.aio.Server) -> None:
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(talking, server)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(played, server)
         health = Health(("",))
         health.set_serving(True, ready=True)
         health.add_to(server)
@@ -69,12 +52,12 @@ def address(talking: Talking) -> Iterator[str]:
 
 
 def test_after_sigterm_a_stream_is_finished_and_new_questions_are_refused(
-    talking: Talking, address: str, tmp_path: Path
+    played: Played, address: str, tmp_path: Path
 ) -> None:
     with gateway(address, tmp_path, "--drain-s", "120") as leaving, leaving.http() as client, leaving.http() as other:
         assert other.get("/version").json()["uploads"] is None  # and keeps its connection
         assert other.get("/health").status_code == 200
-        with client.stream("POST", "/v1/chat/completions", json=question("Why?", stream=True)) as streamed:
+        with client.stream("POST", "/v1/chat/completions", json=ASKED | {"stream": True}) as streamed:
             lines = streamed.iter_lines()
             next(lines)
             leaving.process.send_signal(signal.SIGTERM)
@@ -83,13 +66,13 @@ def test_after_sigterm_a_stream_is_finished_and_new_questions_are_refused(
             refused = other.post("/v1/chat/completions", json=question("Why?"))
             assert (refused.status_code, refused.json()["error"]["stage"]) == (503, "gateway")
             assert "Retry-After" in refused.headers
-            talking.enough.set()
+            played.enough.set()
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert leaving.process.wait(20) == ExitStatus.FINISHED
 
 
 async def test_a_drain_tells_the_clients_that_it_cuts_off(address: str, tmp_path: Path) -> None:
-    path, body = "/v1/chat/completions", question("Why?")
+    path, body = "/v1/chat/completions", ASKED
     with gateway(address, tmp_path, "--drain-s", "0.2") as leaving:
         reader, writer = await asyncio.open_connection("127.0.0.1", leaving.port)
         writer.write(f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n".encode())  # and no body

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -13,22 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
-from PIL import Image
 from tokenizers import Tokenizer
 
 from gridsieve.client.answer import Answer
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.prompt import Frames, Message, Pruning, Text, Video
 from gridsieve.common.channels import open_channel
-from gridsieve.common.contract.wire import int32_array
 from gridsieve.common.security.credentials import NO_CREDENTIALS
 from gridsieve.v1 import generation_pb2, prompt_pb2
 from gridsieve.v1.generation_pb2 import LiveAsk, LiveFrame, LiveOpen, LiveRequest, LiveResponse, Sampling
 from gridsieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests import media
-from tests.choice import shown_tokens
 from tests.integration.fleet import Stack, running, stopped_workers, until
 
 QUESTION, SECOND = "What moves?", "And now?"
@@ -125,12 +120,6 @@ def lines_with(stack: Stack, text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if text in line]
 
 
-def png(pixels: np.ndarray[Any, Any]) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
 def said(served: Served) -> tuple[int, Sampling]:
     """The token of the answer "a", and what makes it the answer."""
     word = Tokenizer.from_file(str(served.folder / "tokenizer.json")).encode("a").ids[0]
@@ -199,25 +188,6 @@ async def test_what_changes_is_kept_and_what_is_old_is_evicted(served: Served) -
         assert max(each.usage.held_tokens for each in slices) <= 128
         assert slices[-1].usage.evicted_tokens == sum(each.evicted.tokens for each in live.seen) > 150
         assert (await live.ask(QUESTION))[0]
-
-
-@of_families(1)
-async def test_what_changes_slowly_or_a_little_is_kept_once_it_lasts(served: Served) -> None:
-    """Dusk, then equal files that are a little brighter, then a question, and nothing new."""
-    levels = [np.full((112, 112, 3), 100 - 3 * number, np.uint8) for number in range(8)]
-    brighter = levels[-1] + np.uint8(8)
-    frames = np.stack([level for level in [*levels, levels[-1], *[brighter] * 6] for _ in range(2)])
-    times_s = [0.5 * number for number in range(len(frames))]
-    async with watching(served.address, pruning=prompt_pb2.Pruning(method="pixel_change", threshold=0.1)) as live:
-        await live.show(list(map(png, frames)), times_s)
-        first, *slices = [each.slice for each in live.seen if each.HasField("slice")]
-        kept = [int32_array(each.kept).tolist() for each in slices]
-        assert kept == shown_tokens(frames, (first.grid.h, first.grid.w), 2, 0.1)
-        assert list(map(bool, kept[7:])) == [True, False, False, True, False, False, False]
-        await live.ask(QUESTION, said(served)[1])
-        await live.show([png(brighter)] * 8, [20 + time_s for time_s in times_s[:8]])
-        whole, *still = [each.slice.kept.shape[0] for each in live.seen if each.HasField("slice")][-4:]
-        assert (whole, still) == (first.grid.h * first.grid.w, [0, 0, 0])
 
 
 async def test_a_session_begins_again_with_frames_of_another_size(served: Served) -> None:

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from gridsieve.client.client import GridsieveClient
-from gridsieve.client.encoding import encode
 from gridsieve.client.messages import generate_request
 from gridsieve.client.prompt import Image, Part, Text, Video, user_turn
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.plan import PromptPlan
 from tests import media
 from tests.families import minicpm
-from tests.integration.fleet import Stack, running
+from tests.integration.fleet import running
 from tests.integration.reference import CLEAR_MARGIN, NEW_TOKENS, plan_and_slices
 
 QUESTION = "What moves?"
@@ -54,29 +53,12 @@ async def test_answers_are_those_of_the_parts_of_transformers(version: str, tmp_
                 answer = await client.ask(list(parts), QUESTION, **options)
                 embeds = embedded(oracle, *await plan_and_frames(stack.addresses["preprocessing"], parts))
                 check(answer.token_ids, answer.logprobs, oracle, embeds)
-            await check_embeddings(stack, client, WIDE, TALL, PICTURE)
             if version == "2.5":
                 return
             with pytest.raises(
                 InvalidRequest, match=r"pruning\.method must be one of none for this model, got 'evs': a"
             ):
                 await client.ask(Video(data=CLIP), QUESTION, pruning_rate=0.5)
-            (clip,) = await encode(stack.addresses["encoder"], Video(data=CLIP))
-            videos = (Video(data=CLIP), Video(embeds=clip.as_embeds()))
-            ours, brought = [await client.ask(each, QUESTION, max_new_tokens=4, temperature=0) for each in videos]
-            assert ours.token_ids == brought.token_ids
-
-
-async def check_embeddings(stack: Stack, client: GridsieveClient, *pictures: bytes) -> None:
-    """Images, with slices and without, are answered alike by their pixels and by their embeddings."""
-    pixels = [Image(data=each) for each in pictures]
-    encoded = await encode(stack.addresses["encoder"], pixels)
-    options: Any = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "logprobs": True, "timeout_s": 60}
-    ours = await client.ask(pixels, QUESTION, **options)
-    brought = await client.ask([Image(embeds=each.as_embeds()) for each in encoded], QUESTION, **options)
-    assert ours.usage.prompt_tokens == brought.usage.prompt_tokens
-    assert ours.token_ids == brought.token_ids
-    assert ours.logprobs == pytest.approx(brought.logprobs, abs=1e-4)
 
 
 async def plan_and_frames(preprocessing: str, parts: Sequence[Part]) -> tuple[PromptPlan, list[list[Tensor]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
@@ -275,10 +276,14 @@ CALLING_MAX_BYTES = 50_000
 
 
 class Played(generation_pb2_grpc.GenerationServiceServicer):
-    """Generation that answers with text and two calls, is cut off inside the second, or fails inside the first."""
+    """Generation that answers with text and two calls, is cut off inside the second, or fails inside the first.
+
+    Asked to go on, it says more before the calls until `enough` is set.
+    """
 
     def __init__(self) -> None:
         self.asked = generation_pb2.GenerateRequest()
+        self.enough = threading.Event()
 
     async def ListModels(self, request: Any, context: Any) -> AsyncIterator[Any]:
         yield generation_pb2.ListModelsResponse(name="scripted", max_model_len=100)
@@ -290,6 +295,9 @@ class Played(generation_pb2_grpc.GenerationServiceServicer):
         yield generation_pb2.GenerateResponse(accepted=generation_pb2.Accepted(request_id="r", usage=usage))
         yield delta(text="Let me ", token_ids=[1])
         yield delta(text="see.", token_ids=[2])
+        while told == "go on" and not self.enough.is_set():
+            yield delta(text="so ", token_ids=[1])
+            await asyncio.sleep(0.02)
         begun = [{"index": index, "id": call_id, "name": name} for index, (call_id, name, _) in enumerate(CALLS)]
         if told == "at once":
             rest = [{"index": index, "arguments": arguments} for index, (_, _, arguments) in enumerate(CALLS)]
