@@ -182,7 +182,7 @@ def system(text: str) -> prompt_pb2.Message:
     return prompt_pb2.Message(role=prompt_pb2.ROLE_SYSTEM, parts=[prompt_pb2.Part(text=text)])
 
 
-async def test_a_cancelled_response_ends_and_the_session_goes_on(door: Gateway, live_stack: Stack) -> None:
+async def test_a_cancelled_response_ends_and_the_session_goes_on(door: Gateway) -> None:
     async with talking(door, WATCHING | {"max_output_tokens": None}) as talk:
         await talk.show(0, 2)
         for _ in range(2):
@@ -203,10 +203,6 @@ async def test_a_cancelled_response_ends_and_the_session_goes_on(door: Gateway, 
         added = [each for each in talk.seen if each["type"] == "conversation.item.added"]
         before = [None, *(each["item"]["id"] for each in added[:-1])]
         assert [each["previous_item_id"] for each in added] == before
-    generation = live_stack.services["generation"]
-    async with asyncio.timeout(1):  # from the moment the client left
-        while await asyncio.to_thread(generation.in_use):
-            await asyncio.sleep(0.05)
 
 
 def made(*parts: dict[str, Any]) -> dict[str, Any]:
