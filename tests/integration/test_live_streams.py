@@ -102,7 +102,7 @@ async def film(writer: asyncio.StreamWriter, enough: asyncio.Event) -> None:
             await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize("form", STREAMS)
+@pytest.mark.parametrize("form", ["fmp4", pytest.param("mpegts", marks=pytest.mark.deep)])
 async def test_clips_and_raw_frames_answer_as_their_frames_as_pictures(stack: Stack, form: str) -> None:
     """The question follows the last clip at once, and is about all that can be decoded until then."""
     answers = {}

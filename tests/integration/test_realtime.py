@@ -427,7 +427,7 @@ async def test_large_pictures_do_not_hold_up_the_gateways_loop(live_stack: Stack
     shown, slow = made(image(0) | {"image_url": data_url("image/png", largest)}), list[set[str]]()
     with gateway(live_stack.address, tmp_path, program=TIMED.format(name="gateway")) as timed:
         async with opened(timed) as socket:
-            for event in (updated(**WATCHING), shown, shown):
+            for event in (updated(**WATCHING), *[shown] * 3):
                 before = len(timed.log.read_text())
                 await socket.send(json.dumps(event))
                 while (told := json.loads(await socket.recv()))["type"] not in ("session.updated", DONE):

@@ -121,7 +121,10 @@ def ten_bits(signal: NDArray[np.float64]) -> av.VideoFrame:
 
 @pytest.mark.parametrize(
     ("transfer", "signal"),
-    [(ColorTrc.SMPTE2084, pq(np.linspace(0, 1000, COLUMNS))), (ColorTrc.ARIB_STD_B67, hlg(np.linspace(0, 1, COLUMNS)))],
+    [
+        (ColorTrc.SMPTE2084, pq(np.linspace(0, 1000, COLUMNS))),
+        pytest.param(ColorTrc.ARIB_STD_B67, hlg(np.linspace(0, 1, COLUMNS)), marks=pytest.mark.deep),
+    ],
 )
 def test_high_dynamic_range_becomes_standard(transfer: ColorTrc, signal: NDArray[np.float64]) -> None:
     """Light from black to 1000 nits: greys stay grey, in order, and white uses the range."""
