@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import io
 import json
 import multiprocessing
 import statistics
@@ -26,11 +25,12 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import av
 import grpc
 
 from benchmarks.live.session import Session
 from benchmarks.processes import resident_bytes, tree
+from demo.example import CLIP
+from gridsieve.cli import footage
 from gridsieve.cli.signals import unwind_on_signals
 from gridsieve.common.channels import open_channel
 from gridsieve.common.checkpoint import DEMO_MODEL
@@ -39,7 +39,6 @@ from gridsieve.v1.generation_pb2 import LiveClose
 from tests.integration.fleet import Service, Stack, at_rest, running
 from tests.soak import cameras
 
-CLIP = Path(__file__).parents[2] / "demo" / "clip.mp4"
 FPS = 2
 MINUTE_S = 60
 EARLY_MINUTE = 5
@@ -204,21 +203,8 @@ def more(found: dict[str, dict[str, int]], most: dict[str, dict[str, int]]) -> l
     ]
 
 
-def frames() -> list[bytes]:
-    """The clip at two frames a second, as JPEG files."""
-    pictures = []
-    with av.open(str(CLIP)) as container:
-        step = int((container.streams.video[0].average_rate or FPS) / FPS)
-        for number, frame in enumerate(container.decode(video=0)):
-            if not number % step:
-                file = io.BytesIO()
-                frame.to_image().save(file, "JPEG", quality=90)
-                pictures.append(file.getvalue())
-    return pictures
-
-
 async def soak(minutes: int, count: int, camera_count: int) -> Report:
-    pictures = frames()
+    pictures = [picture for _, picture in footage.pictures(str(CLIP), FPS)]
     async with cameras.filming(camera_count, minutes) as filmed:
         flags = {**FLAGS, "preprocessing": (*FLAGS["preprocessing"], *filmed.flags, "--max-streams", str(camera_count))}
         with running(DEMO_MODEL, flags=flags) as stack:
