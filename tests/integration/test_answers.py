@@ -8,7 +8,6 @@ import struct
 from functools import partial
 from typing import Any
 
-import av
 import numpy as np
 import PIL.Image
 import pytest
@@ -22,6 +21,7 @@ from gridsieve.client.prompt import Frames, Image, Video
 from tests import media
 from tests.integration.conftest import idle, metric
 from tests.integration.fleet import Stack
+from tests.preprocessing.preprocessing_media import decoded_in_order
 
 QUESTION = "What moves?"
 # By a method after the tower, so that embeddings serve every rate.
@@ -75,10 +75,9 @@ async def test_pictures_are_answered_like_the_clip_whose_frames_they_are(stack: 
 def _frames_of(clip: bytes, file_format: str) -> tuple[bytes, ...]:
     """The frames of a clip as pictures without loss."""
     files = []
-    with av.open(io.BytesIO(clip)) as container:
-        for frame in container.decode(video=0):
-            files.append(io.BytesIO())
-            PIL.Image.fromarray(frame.to_ndarray(format="rgb24")).save(files[-1], file_format)
+    for pixels in decoded_in_order(clip):
+        files.append(io.BytesIO())
+        PIL.Image.fromarray(pixels).save(files[-1], file_format)
     return tuple(file.getvalue() for file in files)
 
 

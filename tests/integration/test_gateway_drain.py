@@ -35,12 +35,10 @@ ASKED = question("go on")
 
 
 @pytest.fixture
-def played() -> Played:
-    return Played()
+def played() -> Iterator[tuple[Played, str]]:
+    """Generation that is well, and its address."""
+    played = Played()
 
-
-@pytest.fixture
-def address(played: Played) -> Iterator[str]:
     def register(server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(played, server)
         health = Health(("",))
@@ -48,12 +46,13 @@ def address(played: Played) -> Iterator[str]:
         health.add_to(server)
 
     with served(register) as address:
-        yield address
+        yield played, address
 
 
 def test_after_sigterm_a_stream_is_finished_and_new_questions_are_refused(
-    played: Played, address: str, tmp_path: Path
+    played: tuple[Played, str], tmp_path: Path
 ) -> None:
+    generation, address = played
     with gateway(address, tmp_path, "--drain-s", "120") as leaving, leaving.http() as client, leaving.http() as other:
         assert other.get("/version").json()["uploads"] is None  # and keeps its connection
         assert other.get("/health").status_code == 200
@@ -66,14 +65,14 @@ def test_after_sigterm_a_stream_is_finished_and_new_questions_are_refused(
             refused = other.post("/v1/chat/completions", json=question("Why?"))
             assert (refused.status_code, refused.json()["error"]["stage"]) == (503, "gateway")
             assert "Retry-After" in refused.headers
-            played.enough.set()
+            generation.enough.set()
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert leaving.process.wait(20) == ExitStatus.FINISHED
 
 
-async def test_a_drain_tells_the_clients_that_it_cuts_off(address: str, tmp_path: Path) -> None:
+async def test_a_drain_tells_the_clients_that_it_cuts_off(played: tuple[Played, str], tmp_path: Path) -> None:
     path, body = "/v1/chat/completions", ASKED
-    with gateway(address, tmp_path, "--drain-s", "0.2") as leaving:
+    with gateway(played[1], tmp_path, "--drain-s", "0.2") as leaving:
         reader, writer = await asyncio.open_connection("127.0.0.1", leaving.port)
         writer.write(f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n".encode())  # and no body
         async with httpx.AsyncClient(base_url=leaving.url, timeout=60) as client:
