@@ -29,8 +29,6 @@ ERROR = {
     "code": "UNAVAILABLE",
     "stage": "gateway",
 }
-
-
 ASKED = question("go on")
 
 

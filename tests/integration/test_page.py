@@ -49,8 +49,6 @@ DARK = """(canvas) => {
   for (let at = 0; at < data.length; at += 4) dark += Math.max(data[at], data[at + 1], data[at + 2]) < 90;
   return dark / (data.length / 4);
 }"""
-
-
 MIB = 2**20
 # Notes each share of the upload that is shown, and presses the button once, when some was sent.
 NOTE_SHARES = """(progress, button) => {

@@ -269,8 +269,6 @@ def test_the_old_completions_name_the_path_to_use(http: httpx.Client) -> None:
 
 
 CALLS = (("call_1", "weather", '{"city":"Kyoto"}'), ("call_2", "weather", '{"city":"Rome"}'))
-
-
 CALLING_MAX_BYTES = 50_000
 """Of one client of `calling`."""
 

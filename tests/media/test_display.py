@@ -235,8 +235,6 @@ def test_moving_gif_and_avif_are_videos() -> None:
 
 
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64)
-
-
 PLAYLIST = b"#EXTM3U\n#EXT-X-VERSION:3\n#EXT-X-TARGETDURATION:2\n#EXTINF:2.4,\npart0.ts\n#EXT-X-ENDLIST\n"
 MANIFEST = b'<?xml version="1.0" encoding="utf-8"?>\n<MPD xmlns="urn:mpeg:dash:schema:mpd:2011"></MPD>'
 KEY = {"encryption_scheme": "cenc-aes-ctr", "encryption_key": "7" * 32, "encryption_kid": "5" * 32}
