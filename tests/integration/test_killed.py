@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from gridsieve.client.client import GridsieveClient
-from gridsieve.common.contract.errors import DeadlinePassed, Unavailable
+from gridsieve.common.contract.errors import Unavailable
 from tests import media
 from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, at_rest, until
 from tests.integration.gateway import data_url, gateway, image, question
-from tests.integration.load import Asked, is_answered_soon, long_clip, one_in_each_stage, short_clip
+from tests.integration.load import Asked, is_answered_soon, one_in_each_stage, short_clip
 from tests.processes import children, runs
 
 FRAMES = ("fetching", "reading", "decoding and encoding", "waiting for room")
@@ -98,12 +98,3 @@ async def test_callers_that_disconnect_in_every_stage_free_everything(
         await at_rest(fleet.first, within_s=SOON_S)
         await until(lambda: not load.halfway.calls and all(task.done() for task in load.server.serving), SOON_S)
         assert not [each.name for each in fleet.first if each.metric("gridsieve_requests_total", code="INTERNAL")]
-
-
-async def test_a_deadline_that_passes_while_media_is_encoded_frees_everything(
-    fleet: Fleet, fleet_client: GridsieveClient
-) -> None:
-    asked = Asked(fleet_client.stream(long_clip(1005), "What moves?", timeout_s=1.2))
-    await within(1.2 + SOON_S, asked.task)
-    assert isinstance(asked.failed, DeadlinePassed)
-    await at_rest(fleet.first, within_s=SOON_S)

@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes real services: every rule and every query of the dashboard finds data."""
+"""A real Prometheus scrapes real services: every rule, dashboard and autoscaler of `deploy` finds its data."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from deploy.grafana import dashboard
 from gridsieve import sync
+from gridsieve.bench.metrics import read_metrics
 from gridsieve.cli.launcher import SERVICES
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.live_events import LiveSlice
 from gridsieve.client.prompt import Image, Video
 from gridsieve.common.contract import errors
 from tests import media
+from tests.deploy.kustomization import build
 from tests.integration.fleet import Service, Stack
 from tests.integration.gateway import Gateway
 from tests.integration.prometheus import Prometheus, left, scraping
@@ -29,6 +33,7 @@ from tests.rules import ALERTS, RECORDS, RULES
 
 BOARD = json.loads(dashboard.PATH.read_text())
 PANELS = BOARD["panels"]
+KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 
 
 class Camera(BaseHTTPRequestHandler):
@@ -141,3 +146,55 @@ def test_every_rule_has_data_and_none_fails_or_fires(watching: Prometheus) -> No
     assert len(rules) == len(RULES)
     assert [rule for rule in rules if rule["health"] != "ok" or rule.get("lastError")] == []
     assert watching.query('ALERTS{alertstate="firing"}') == []
+
+
+# --- autoscalers, which read metrics by the rules of prometheus-adapter ---------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scalers() -> list[Any]:
+    """The specs of the autoscalers."""
+    return [each["spec"] for each in build(KUBERNETES / "base") if each["kind"] == "HorizontalPodAutoscaler"]
+
+
+@pytest.fixture(scope="module")
+def rules() -> list[Any]:
+    return yaml.safe_load((KUBERNETES / "components" / "monitoring" / "adapter.yaml").read_text())["rules"]["custom"]
+
+
+def served_by(rules: list[Any], name: str) -> Any:
+    """The one rule of the adapter that serves a metric of this name."""
+
+    def serves(rule: Any) -> bool:
+        pattern = re.search(r'__name__=~"([^"]+)"', rule["seriesQuery"])
+        return bool(re.fullmatch(pattern[1], name)) if pattern else bool(rule["name"]["as"] == name)
+
+    (rule,) = filter(serves, rules)
+    return rule
+
+
+def test_each_autoscaler_scales_its_deployment(scalers: list[Any]) -> None:
+    deployments = [each for each in build(KUBERNETES / "base") if each["kind"] == "Deployment"]
+    assert not [each for each in deployments if "replicas" in each["spec"]]
+    targets = sorted(spec["scaleTargetRef"]["name"] for spec in scalers)
+    assert targets == sorted(each["metadata"]["name"] for each in deployments)
+    assert all(2 <= spec["minReplicas"] < spec["maxReplicas"] for spec in scalers)  # one serves while one is replaced
+
+
+async def test_every_series_of_an_autoscaler_is_served_by_a_rule_and_exported_by_a_service(
+    scalers: list[Any], rules: list[Any], stack: Stack
+) -> None:
+    samples: dict[str, set[tuple[str, str]]] = {}
+    for each in await read_metrics([f"127.0.0.1:{port}" for port in stack.metrics_ports.values()]):
+        for name, labels in each:
+            samples.setdefault(name, set()).update(labels)
+    metrics = [each["pods"]["metric"] for spec in scalers for each in spec["metrics"] if each["type"] == "Pods"]
+    assert len(metrics) == 5
+    for metric in metrics:
+        rule = served_by(rules, metric["name"])
+        assert 'namespace!="",pod!=""' in rule["seriesQuery"]
+        queries = f"{rule['seriesQuery']} {rule['metricsQuery']}"
+        queried = re.findall(r"gridsieve_\w+", queries) if "name" in rule else [metric["name"]]
+        assert [name for name in queried if name not in samples] == []
+        assert metric.get("selector", {}).get("matchLabels", {}).items() <= samples[queried[0]]
+        assert set(re.findall(r'(stage)="(\w+)"', queries)) <= samples[queried[0]]

@@ -99,13 +99,6 @@ async def test_a_second_signal_ends_a_service_at_once(start: Start) -> None:
             await until(lambda: not any(map(runs, workers)))
 
 
-async def test_a_signal_ends_a_service_that_is_not_ready_at_once(start: Start) -> None:
-    service = start()
-    await until(lambda: children(service.pid))
-    service.tell(signal.SIGTERM)
-    assert await asyncio.to_thread(service.ended) == 128 + signal.SIGTERM
-
-
 async def test_a_service_whose_workers_cannot_start_is_unhealthy_until_they_can(start: Start) -> None:
     service = start()
     service.ready()
