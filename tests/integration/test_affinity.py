@@ -40,10 +40,7 @@ async def hits(address: str, encoders: Sequence[Service]) -> tuple[float, float]
 
         async def ask(clip: Video, question: str, rate: float) -> bool:
             """Whether most of its prompt was cached."""
-            pruned: Options = {
-                "pruning_rate": rate,
-                "pruning_method": "evs",
-            }  # embeddings of all tokens serve every rate
+            pruned: Options = {"pruning_rate": rate, "pruning_method": "evs"}  # one encoding serves every rate
             usage = (await client.ask(clip, question, **pruned, max_new_tokens=1, timeout_s=60)).usage
             return usage.cached_prompt_tokens > usage.prompt_tokens / 2
 

@@ -31,8 +31,8 @@ from gridsieve import Frames, GridsieveClient, Image, Message, Pruning, Text, Vi
 from gridsieve.client.prompt import Options
 from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, MediaForbidden, MediaRejected
 from tests import media
-from tests.integration.conftest import MAX_INLINE_BYTES, OTHER_NAME, SEEING, SERVED_NAME, UPLOAD_MAX_BYTES
-from tests.integration.fleet import Stack, exported, metric_in, until
+from tests.integration.conftest import MAX_INLINE_BYTES, OTHER_NAME, SEEING, SERVED_NAME, UPLOAD_MAX_BYTES, metric
+from tests.integration.fleet import Stack, metric_in, until
 from tests.integration.gateway import Gateway, brought, data_url, gateway, image, question, video
 from tests.integration.test_metrics import assert_documented
 from tests.preprocessing.media_server import ok, serving
@@ -454,8 +454,7 @@ async def test_an_upload_is_reached_by_its_id_or_by_both_digests_and_by_no_path(
 
 
 async def test_a_client_that_leaves_cancels_its_question_within_a_second(stack: Stack, door: Gateway) -> None:
-    port = stack.metrics_ports["generation"]
-    running = partial(lambda: metric_in(exported(port), RUNNING, method="Generate"))
+    running = partial(metric, stack, "generation", RUNNING, method="Generate")
     for stream in (False, True):
         body = question("Why?", max_tokens=1000, ignore_eos=True, stream=stream)
         async with httpx.AsyncClient(base_url=door.url, timeout=60) as client:
