@@ -176,8 +176,8 @@ async def client(stack: Stack) -> AsyncIterator[GridsieveClient]:
 @pytest.fixture(scope="session")
 def door(stack: Stack, media_root: Path, upload_root: Path) -> Iterator[Gateway]:
     """A gateway before the stack, which takes uploads."""
-    flags = ("--upload-root", str(upload_root), "--upload-max-bytes", str(UPLOAD_MAX_BYTES))
-    flags += ("--max-inline-bytes", str(MAX_INLINE_BYTES))
+    flags = ["--upload-root", str(upload_root), "--upload-max-bytes", str(UPLOAD_MAX_BYTES)]
+    flags += ["--max-inline-bytes", str(MAX_INLINE_BYTES)]
     with gateway(stack.address, media_root, *flags) as started:
         yield started
 
