@@ -41,7 +41,7 @@ structlog.configure(
 
 # One worker runs all tests that share services, or a second one would start them again. In integration/ they share the
 # stack, but for these.
-FLEET = ("encoder_ranks", "equal_slices", "event_loop", "killed", "leaving", "signals")
+FLEET = ("event_loop", "killed", "signals")
 # In generation/ these share the processes of ranks.
 RANKS = ("int4", "tensor_parallel")
 # These have services of their own alone.

@@ -1,6 +1,6 @@
 """A data-parallel tower encodes as one tower does, within the budget of each rank, and fails as a whole.
 
-Ranks are threads here; `integration/test_encoder_ranks.py` runs processes.
+Ranks are threads here; `integration/test_ranks.py` runs processes.
 """
 
 from __future__ import annotations

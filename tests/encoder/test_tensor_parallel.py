@@ -1,6 +1,6 @@
 """A tower whose layers are divided among ranks computes what transformers' tower computes, and fails as a whole.
 
-Ranks are threads here; `integration/test_encoder_ranks.py` runs processes.
+Ranks are threads here; `integration/test_ranks.py` runs processes.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ async def fuzz(checkpoint: Path, seed: int, numbers: Iterable[int], progress: bo
         report.faults += await _leaks(stack, idle)
         grown = stack.resident_bytes()
         report.faults += [
-            f"{name} grew from {before >> 20} to {grown[name] >> 20} MiB"
+            f"{name} grew from {before / 2**20:.0f} to {grown[name] / 2**20:.0f} MiB"
             for name, before in settled.items()
             if grown[name] - before > GROWTH_BYTES
         ]

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import resource
 import tempfile
-import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -21,15 +19,16 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gridsieve.common.channels import MAX_RECEIVE_BYTES, REQUEST_ID_KEY
+from gridsieve.common.security.credentials import NO_CREDENTIALS
+from gridsieve.common.serving.probe import is_serving
 from gridsieve.v1.encoder_pb2 import EncodeResponse
 from gridsieve.v1.preprocessing_pb2 import PreprocessResponse, WatchResponse
 from tests.common.loopback import speaking
 from tests.fuzz.rpc_cases import LIVE, SERVICES, WATCH, clip
 from tests.fuzz.rpc_mutations import mutate, mutate_bytes
-from tests.integration.fleet import Service, Stack, started
+from tests.integration.fleet import Service, Stack, exported, started
 
 PATHS = {
     "preprocessing": "/gridsieve.v1.PreprocessingService/Preprocess",
@@ -70,9 +69,7 @@ class FuzzedStack:
         for name, service in self._stack.services.items():
             if not service.running:
                 return f"{name} has ended:\n{service.log()[-4000:]}"
-        for name, channel in self.channels.items():
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
-            if answer.status != health_pb2.HealthCheckResponse.SERVING:
+            if not is_serving(service.address, NO_CREDENTIALS, timeout_s=20):
                 return f"{name} does not serve"
         return None
 
@@ -80,19 +77,17 @@ class FuzzedStack:
         """All gauges that must return to their former values once no call runs."""
         found: dict[str, float] = {}
         for name, port in self._stack.metrics_ports.items():
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
-                text = answer.read().decode()
+            text = exported(port)
             gauges = set(re.findall(r"^# TYPE (gridsieve_\w+) gauge$", text, re.MULTILINE))
             for sample, labels, value in re.findall(r"^(\w+)(\{.*\})? (\S+)$", text, re.MULTILINE):
                 if sample in gauges and not _KEPT.search(sample):
                     found[f"{name}: {sample}{labels}"] = float(value)
         return found
 
-    def resident_bytes(self) -> dict[str, int]:
+    def resident_bytes(self) -> dict[str, float]:
         """The resident memory of each service."""
         services = self._stack.services.items()
-        pages = {name: Path(f"/proc/{each.pid}/statm").read_text().split()[1] for name, each in services}
-        return {name: int(resident) * resource.getpagesize() for name, resident in pages.items()}
+        return {name: each.metric("process_resident_memory_bytes") for name, each in services}
 
     def bugs(self) -> list[str]:
         """Log lines of the services about bugs of their own."""

@@ -1,4 +1,4 @@
-"""The README's commands, word for word: each works as it stands."""
+"""The README's commands, word for word, in a copy of the checkout: each works as it stands."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,7 @@ from tests.gridsieve.checkout import ROOT, copy_to
 
 MOVES, HAPPENS = (question.answer for question in QUESTIONS)
 MARK = "--- next command ---"
-# A network of its own: its ports are nobody else's, and it fetches nothing.
-UNSHARE = ("unshare", "--map-root-user", "--net")
-UP = "import fcntl, socket, struct; fcntl.ioctl(socket.socket(), 0x8914, struct.pack('16sh', b'lo', 1))"  # SIOCSIFFLAGS
+BENCH = "gridsieve bench"
 # README: "in another terminal".
 OTHER_TERMINAL = """%s &
 server=$!
@@ -32,7 +29,11 @@ until curl --silent --fail --output /dev/null 127.0.0.1:8000/health; do kill -0 
 """
 
 
-def commands() -> Iterator[str]:
+def commands() -> list[str]:
+    return list(_commands())
+
+
+def _commands() -> Iterator[str]:
     """Of the README's blocks of shell and Python, in order. A shell's command ends where its quotes are closed."""
     readme = (ROOT / "README.md").read_text()
     for language, block in re.findall(r"^```(sh|python)\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE):
@@ -51,43 +52,34 @@ def commands() -> Iterator[str]:
                 command = ""
 
 
-@pytest.mark.parametrize(
-    "ready",
-    [
-        pytest.param(True, marks=pytest.mark.timeout(600), id="installed"),
-        pytest.param(False, marks=[pytest.mark.deep, pytest.mark.timeout(1800)], id="from nothing"),
-    ],
-)
-def test_the_first_commands_of_the_readme_work_as_they_stand(tmp_path: Path, ready: bool) -> None:
-    """Ready: in the environment of the tests, without `make demo`, which installs everything, in a copy of the
-    checkout. test_demo.py of integration/ runs what it shows."""
+@pytest.mark.deep
+@pytest.mark.timeout(1800)
+def test_the_first_commands_of_the_readme_work_as_they_stand(tmp_path: Path) -> None:
+    """From nothing. test_serve.py of integration/ runs those that ask, of services that it has started."""
     folder = tmp_path / "gridsieve"
-    if ready:
-        for name in ("demo", "examples"):
-            shutil.copytree(ROOT / name, folder / name)
-        (folder / ".venv").symlink_to(sys.prefix)
-    else:
-        copy_to(folder)
-    asked = list(commands())[1:10] if ready else list(commands())[:12]
+    copy_to(folder)
+    asked = commands()[:12]
     script = ["set -e"]
     for command in asked:
         served = re.match(r"gridsieve serve [^#]*", command)
         script += [OTHER_TERMINAL % served[0] if served else command, f"echo; echo '{MARK}'"]
-    output = run("\n".join(script), folder, alone=ready)
-    results = dict(zip(asked, output.split(MARK), strict=False))
+    results = dict(zip(asked, run("\n".join(script), folder).split(MARK), strict=False))
+    (demo,), (bench,) = ([results[name] for name in asked if name.startswith(begin)] for begin in ("make demo", BENCH))
+    *_, whole, pruned = next(re.findall(r"\d+", line) for line in demo.splitlines() if "first token" in line)
+    assert int(pruned) < int(whole), demo  # of the larger model
+    assert ["Successful", "requests:", "32", "32"] in [line.split() for line in bench.splitlines()]
+    check_answers(asked[3:10], [results[command] for command in asked[3:10]], folder)
+
+
+def check_answers(asked: Sequence[str], told: Sequence[str], folder: Path) -> None:
+    """Of the commands that ask services. folder: with the picture that one of them has drawn."""
 
     def of(beginning: str) -> str:
-        (result,) = (result for command, result in results.items() if command.startswith(beginning))
-        return result
+        (found,) = (output for command, output in zip(asked, told, strict=True) if command.startswith(beginning))
+        return found
 
-    if not ready:
-        demo = of("make demo")
-        *_, whole, pruned = next(re.findall(r"\d+", line) for line in demo.splitlines() if "first token" in line)
-        assert int(pruned) < int(whole), demo  # of the larger model
-        rows = [line.split() for line in of("gridsieve bench").splitlines()]
-        assert ["Successful", "requests:", "32", "32"] in rows
-    assert of("gridsieve ask").strip() == of("python examples/ask.py").splitlines()[1].strip() == MOVES
-    assert of("gridsieve live").splitlines()[-2].endswith(f" s: {HAPPENS}")
+    assert of("gridsieve ask").strip() == of("python examples/ask.py").strip().splitlines()[0] == MOVES
+    assert of("gridsieve live").strip().splitlines()[-1].endswith(f" s: {HAPPENS}")
     assert of("python -").strip().startswith(MOVES)
     with Image.open(folder / "kept.png") as sheet:
         assert sheet.format == "PNG"
@@ -97,18 +89,11 @@ def test_the_first_commands_of_the_readme_work_as_they_stand(tmp_path: Path, rea
     assert json.loads(of("curl 127.0.0.1:8000/v1/files"))["id"].startswith("file-")
 
 
-def run(script: str, folder: Path, *, alone: bool) -> str:
+def run(script: str, folder: Path) -> str:
     """Standard output of a script of bash."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTHON"))}
-    if alone:
-        ours["GRIDSIEVE_COMPILE"] = "off"  # half a minute of processor time
-    command = ["bash", "-c", script]
-    if alone:
-        if subprocess.run([*UNSHARE, "true"], check=False, capture_output=True).returncode:  # in many containers
-            pytest.skip("no network of its own: the ports of this machine may be taken")
-        command = [*UNSHARE, "bash", "-c", f'{sys.executable} -c "{UP}" && exec "$@"', "bash", *command]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=folder, env=ours, start_new_session=True, **streams) as shell:
+    with subprocess.Popen(["bash", "-c", script], cwd=folder, env=ours, start_new_session=True, **streams) as shell:
         try:
             output, errors = shell.communicate()
         finally:

@@ -14,14 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gridsieve.client.answer import Answer
 from gridsieve.client.messages import generate_request
 from gridsieve.client.prompt import Video, user_turn
-from gridsieve.common.channels import open_channel
 from gridsieve.common.contract.plan import PromptPlan
-from gridsieve.common.contract.wire import int32_array
-from gridsieve.v1 import encoder_pb2, generation_pb2, prompt_pb2
-from gridsieve.v1.encoder_pb2_grpc import EncoderServiceStub
-from gridsieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.choice import chosen_tokens
 from tests.families import FamilyUnderTest, vision_of
 from tests.integration.reference import CLEAR_MARGIN, plan_and_frames
@@ -29,56 +25,6 @@ from tests.oracle import Item, Text, expected_logprobs, expected_sequence
 from tests.vision import kept_embeds, patches_of
 
 TOLERANCE = 1e-4
-SELECT_ALL = prompt_pb2.Select(all=True)
-
-
-def asking(
-    video: Video, question: str, rate: float, threshold: float | None, new_tokens: int
-) -> generation_pb2.GenerateRequest:
-    """A greedy question about a video, with log-probabilities."""
-    request = generate_request(
-        [user_turn([video], question)], {"max_new_tokens": new_tokens, "temperature": 0, "logprobs": True}
-    )
-    request.pruning.CopyFrom(prompt_pb2.Pruning(rate=rate, method="pixel_change", threshold=threshold))
-    return request
-
-
-@dataclass(frozen=True)
-class Answered:
-    """token_ids and logprobs of an answer, how many tokens of the video are in its prompt, and how many in all."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    num_kept: int
-    prompt_tokens: int
-    cached_tokens: int
-
-
-async def answered(generation: str, request: generation_pb2.GenerateRequest) -> Answered:
-    ids: list[int] = []
-    logprobs: list[float] = []
-    async with open_channel(generation) as channel:
-        async for response in GenerationServiceStub(channel).Generate(request, timeout=60):
-            ids += response.delta.token_ids
-            logprobs += response.delta.logprobs
-            if response.HasField("finished"):
-                usage = response.finished.usage
-    (item,) = usage.media
-    return Answered(ids, logprobs, item.num_kept, usage.prompt_tokens, usage.cached_prompt_tokens)
-
-
-async def encoded(
-    encoder: str, request: generation_pb2.GenerateRequest
-) -> tuple[list[int] | None, NDArray[np.float32]]:
-    """The kept tokens of the grid (None: all) and their embeddings, [1 + levels, K, D], as the encoder sends them."""
-    first = encoder_pb2.EncodePrompt(prompt=request.prompt, pruning=request.pruning)
-    requests = [encoder_pb2.EncodeRequest(prompt=first), encoder_pb2.EncodeRequest(select=SELECT_ALL)]
-    async with open_channel(encoder) as channel:
-        call = EncoderServiceStub(channel).Encode(iter(requests))
-        pieces = [response.embeds async for response in call if response.HasField("embeds")]
-    kept = int32_array(pieces[0].kept).tolist() if pieces[0].HasField("kept") else None
-    data = b"".join(piece.chunk.data for piece in pieces)
-    return kept, np.frombuffer(data, np.float32).reshape(pieces[0].chunk.shape)
 
 
 @dataclass(frozen=True)
@@ -90,28 +36,30 @@ class Expected:
     embeds: NDArray[np.float32]
     pad_id: int
 
-    def check(self, answer: Answered, model: Any) -> None:
+    def check(self, answer: Answer, model: Any) -> None:
         """Compares log-probabilities with one forward of transformers' text model over the gathered sequence."""
         sequence = expected_sequence(self.parts, [self.kept], self.pad_id)
-        assert (answer.num_kept, answer.prompt_tokens) == (len(self.kept), len(sequence.ids))
+        (item,) = answer.usage.media
+        assert (item.num_kept, answer.usage.prompt_tokens) == (len(self.kept), len(sequence.ids))
         items = [part for part in self.parts if isinstance(part, Item)]
         logprobs = expected_logprobs(model.model.language_model, model.lm_head, sequence, items, answer.token_ids)
         best, second = logprobs.topk(2, dim=-1).values.T
         assert (best - second > CLEAR_MARGIN).all(), "choose another clip: a tie proves nothing"
-        assert answer.token_ids == logprobs.argmax(dim=-1).tolist()
+        assert list(answer.token_ids) == logprobs.argmax(dim=-1).tolist()
         assert float((torch.tensor(answer.logprobs) - best).abs().max()) < TOLERANCE
 
 
 async def expect(
-    preprocessing: str, request: generation_pb2.GenerateRequest, model: Any, family: FamilyUnderTest, folder: Path
+    preprocessing: str, video: Video, question: str, model: Any, family: FamilyUnderTest, folder: Path
 ) -> Expected:
-    plan, frames = await plan_and_frames(preprocessing, request.prompt)
+    """video: with its pruning, by `pixel_change`."""
+    plan, frames = await plan_and_frames(preprocessing, generate_request([user_turn([video], question)], {}).prompt)
     (item,) = plan.media
     whole = np.frombuffer(frames[0], np.uint8).reshape(item.frames.count, *item.frames.size_px, 3)
-    pruning, grid, step = request.pruning, (item.grid.h, item.grid.w), item.slice_frames
-    threshold = pruning.threshold if pruning.HasField("threshold") else None
+    pruning, grid, step = video.pruning, (item.grid.h, item.grid.w), item.slice_frames
+    assert pruning is not None
     kept, levels = [], []
-    for number, tokens in enumerate(chosen_tokens(whole, grid, step, pruning.rate, threshold)):
+    for number, tokens in enumerate(chosen_tokens(whole, grid, step, pruning.rate or 0, pruning.threshold)):
         if tokens:
             patches = patches_of(whole[number * step : (number + 1) * step], folder, family)
             levels.append(kept_embeds(vision_of(model), patches, grid, tokens, family))

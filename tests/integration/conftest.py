@@ -40,6 +40,8 @@ UNCOMPILED = ("--compile", "off")  # half a minute of processor time
 DECODE_MEMORY_BYTES = 192 * 2**20
 FETCH_MAX_BYTES = 1_000_000
 UPLOAD_MAX_BYTES = 1_000_000
+# Of the generation service of `stack` and of `door`.
+MAX_INLINE_BYTES = 8 * 2**20
 DRAIN_S = 2.0
 SHORT_DRAIN_S = 1.0
 # The adapter that changes the tower, too.
@@ -114,6 +116,7 @@ def stack(
     preprocessing += ["--fetch-ports", f"80,{fetch_port}", "--fetch-max-bytes", str(FETCH_MAX_BYTES)]
     adapters = [f"{folder.name}={folder}" for folder in adapted]
     generation = ["--kv-cache-tokens", "2048", "--adapters", ",".join(adapters)]
+    generation += ["--max-inline-bytes", str(MAX_INLINE_BYTES)]
     encoder = ["--adapters", next(each for each in adapters if each.startswith(SEEING))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
@@ -173,8 +176,9 @@ async def client(stack: Stack) -> AsyncIterator[GridsieveClient]:
 @pytest.fixture(scope="session")
 def door(stack: Stack, media_root: Path, upload_root: Path) -> Iterator[Gateway]:
     """A gateway before the stack, which takes uploads."""
-    uploads = ("--upload-root", str(upload_root), "--upload-max-bytes", str(UPLOAD_MAX_BYTES))
-    with gateway(stack.address, media_root, *uploads) as started:
+    flags = ["--upload-root", str(upload_root), "--upload-max-bytes", str(UPLOAD_MAX_BYTES)]
+    flags += ["--max-inline-bytes", str(MAX_INLINE_BYTES)]
+    with gateway(stack.address, media_root, *flags) as started:
         yield started
 
 

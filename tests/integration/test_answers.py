@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import re
 import struct
+from functools import partial
 from typing import Any
 
-import av
+import numpy as np
 import PIL.Image
 import pytest
 from typer.testing import CliRunner
@@ -15,10 +16,12 @@ from typer.testing import CliRunner
 from gridsieve.__main__ import app
 from gridsieve.client.answer import Answer
 from gridsieve.client.client import GridsieveClient
-from gridsieve.client.prompt import Frames, Image, Message, Text, Video
+from gridsieve.client.encoding import encode
+from gridsieve.client.prompt import Frames, Image, Video
 from tests import media
 from tests.integration.conftest import idle, metric
 from tests.integration.fleet import Stack
+from tests.preprocessing.preprocessing_media import decoded_in_order
 
 QUESTION = "What moves?"
 # By a method after the tower, so that embeddings serve every rate.
@@ -72,10 +75,9 @@ async def test_pictures_are_answered_like_the_clip_whose_frames_they_are(stack: 
 def _frames_of(clip: bytes, file_format: str) -> tuple[bytes, ...]:
     """The frames of a clip as pictures without loss."""
     files = []
-    with av.open(io.BytesIO(clip)) as container:
-        for frame in container.decode(video=0):
-            files.append(io.BytesIO())
-            PIL.Image.fromarray(frame.to_ndarray(format="rgb24")).save(files[-1], file_format)
+    for pixels in decoded_in_order(clip):
+        files.append(io.BytesIO())
+        PIL.Image.fromarray(pixels).save(files[-1], file_format)
     return tuple(file.getvalue() for file in files)
 
 
@@ -99,7 +101,7 @@ async def test_a_second_question_about_a_clip_decodes_and_encodes_nothing(
     first = await ask(client, 41)
     before = await work_done(stack)
     again = await ask(client, 41)
-    other = await client.ask(Video(data=media.clip(seed=41)), "Of what colour is it?", **PRUNED)
+    other = await client.ask(Video(data=media.clip(seed=41)), "Of what colour is it?", **PRUNED, max_new_tokens=1)
     assert await work_done(stack) == before
     assert first.usage.cached_prompt_tokens == 0
     assert again.token_ids == first.token_ids
@@ -112,14 +114,29 @@ async def test_a_second_question_about_a_clip_decodes_and_encodes_nothing(
     assert after["items"] == before["items"] + 1
 
 
-async def test_the_next_turn_of_a_conversation_computes_only_what_is_new(stack: Stack, client: GridsieveClient) -> None:
-    first = await ask(client, 42)
-    before = await work_done(stack)
-    clip = Video(data=media.clip(seed=42))
-    turns = (Message("user", (clip, Text(QUESTION))), Message("assistant", (Text(first.text),)))
-    second = await client.ask(None, "Why?", history=turns, **PRUNED, max_new_tokens=8, temperature=0)
-    assert await work_done(stack) == before
-    assert second.usage.cached_prompt_tokens > first.usage.prompt_tokens - 16
+async def test_slices_that_repeat_one_of_their_video_or_of_one_before_it_are_not_encoded_again(stack: Stack) -> None:
+    """A still between others, and then the same from its second slice on, with one that is new."""
+
+    def counts() -> list[int]:
+        reused = partial(metric, stack, "encoder", "gridsieve_encoder_reused_slices_total")
+        ran = metric(stack, "encoder", "gridsieve_encoder_batch_slices_sum")
+        return [int(each) for each in (ran, reused(source="repeated"), reused(source="cached"))]
+
+    found = []
+    for shown, expected in (((0, 1, 2, 2, 2, 2, 0, 1), [2, 2, 0]), ((2, 2, 2, 2, 0, 1, 3, 4), [1, 1, 2])):
+        pictures = tuple(media.picture(112, 112, seed=640 + each) for each in shown)
+        await idle(stack)
+        before = counts()
+        (made,) = await encode(
+            stack.addresses["encoder"], Video(frames=Frames(pictures, tuple(number / 2 for number in range(8))))
+        )
+        await idle(stack)
+        assert [now - then for now, then in zip(counts(), before, strict=True)] == expected
+        found.append(np.split(made.values, 4, axis=1))
+    first, second = found
+    for one, other in ((first[0], first[3]), (first[1], first[2]), (first[1], second[1]), (first[3], second[2])):
+        assert np.array_equal(one, other)
+    assert not np.allclose(first[0], first[1], atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["preprocessing", "encoder"])

@@ -55,7 +55,7 @@ def test_every_rate_is_measured_alone_and_only_a_file_that_is_no_video_fails(sta
 
 def test_the_cost_of_a_load_is_read_from_the_services_metrics(stack: Stack) -> None:
     metrics = [word for port in stack.metrics_ports.values() for word in ("--metrics", f"127.0.0.1:{port}")]
-    load = ["--clients", "2", "--requests", "8", "--warmup", "2", "--max-new-tokens", "8", "--ignore-eos"]
+    load = ["--clients", "2", "--requests", "4", "--warmup", "1", "--max-new-tokens", "8", "--ignore-eos"]
     (measured,) = json.loads(run("bench", "--server", stack.address, *metrics, *load, "--json"))["by_pruning"]
     services = {each["service"]: each for each in measured["services"]}
     for name, stage in (("preprocessing", "decode"), ("encoder", "encode"), ("generation", "step")):
@@ -63,8 +63,8 @@ def test_the_cost_of_a_load_is_read_from_the_services_metrics(stack: Stack) -> N
         assert 0 < services[name]["busy_s"][stage] <= measured["wall_s"] * max(1, services[name]["workers"])
         assert services[name]["processor_s"] > 0
     # Generation receives clips, and embeddings from the encoder.
-    assert services["generation"]["received_bytes"] > 8 * 1000
+    assert services["generation"]["received_bytes"] > 4 * 1000
     assert services["encoder"]["sent_bytes"] > services["generation"]["sent_bytes"] > 0
     # The number of tokens times how long each is held: at most all of the time that a request runs.
-    tokens = (measured["prompt_tokens"] + measured["completion_tokens"]) / 8
+    tokens = (measured["prompt_tokens"] + measured["completion_tokens"]) / 4
     assert 0 < measured["kv_token_s"] < measured["held_s"] * tokens

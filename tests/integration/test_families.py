@@ -15,15 +15,15 @@ import pytest
 
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.encoding import encode
-from gridsieve.client.prompt import Image, Message, Part, Pruning, Text, Video
+from gridsieve.client.prompt import Image, Part, Pruning, Text, Video
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.plan import Modality
+from gridsieve.common.contract.retention import PIXEL_CHANGE
 from gridsieve.families import families
 from tests import media
 from tests.drafts import write_mtp
-from tests.encoder.kept import FLOAT32_ERROR, check_kept, exact_scores
 from tests.families import FAMILIES, cosmos3_edge, load_reference
-from tests.integration.before_tower import answered, asking, encoded, expect
+from tests.integration.before_tower import expect
 from tests.integration.conftest import SEEING, another_generation
 from tests.integration.fleet import Stack, running
 from tests.integration.reference import NEW_TOKENS, check_answer, check_pruned_answer, model_inputs
@@ -144,15 +144,6 @@ async def test_models_with_tiles_and_pooled_videos_answer_as_transformers_genera
                 addresses["preprocessing"], [video], QUESTION, FAMILIES[name], folder, reference.config
             )
             pad_id = getattr(reference.config, "video_token_id", reference.config.image_token_id)
-            with pytest.raises(
-                InvalidRequest, match="got 'pixel_change': the vision tower of this model reads whole"
-            ) as e:
-                await client.ask(video, QUESTION, pruning_threshold=0.04)
-            assert e.value.field == "pruning.method"
-            (model,) = await client.models()
-            methods = [each.name for each in model.pruning_methods if not each.before_tower]
-            assert methods == ["evs", "evs_causal", "vidcom2", "vcast", "random", "none"]
-            assert len(model.pruning_methods) == len(methods)
             for method in ("evs", "evs_causal"):
                 pruning = Pruning(0.5, method)
                 pruned = await client.ask(replace(video, pruning=pruning), QUESTION, **GREEDY)
@@ -161,12 +152,6 @@ async def test_models_with_tiles_and_pooled_videos_answer_as_transformers_genera
                 assert (item.grid.slice_tokens, item.num_kept) == (4, expected)
                 (encoded,) = await encode(addresses["encoder"], video, pruning)
                 check_pruned_answer(pruned, reference, inputs, pad_id, encoded)
-        whole, kept = [
-            (await encode(addresses["encoder"], Video(data=BRIEF, fps=8), Pruning(rate)))[0] for rate in (0, 0.5)
-        ]
-        scores = exact_scores(whole.values[0].astype(np.float32), whole.plan.grid)
-        check_kept(kept.kept, scores, whole.plan.grid.tokens // 2, FLOAT32_ERROR)
-        np.testing.assert_array_equal(kept.values, whole.values[:, kept.kept])
 
 
 async def test_concurrent_requests_with_and_without_adapters_answer_as_peft_and_transformers_do(
@@ -198,33 +183,7 @@ async def test_an_adapter_of_the_tower_that_the_encoder_lacks_is_refused_with_it
 
 # --- pruning ------------------------------------------------------------------------------------------------------
 
-SHORT, WIDE = media.clip(seed=1), media.clip(24, fps=8, width=160, height=96, seed=2)
-EARLIER = (
-    Message("system", (Text("Be brief."),)),
-    Message("user", (Video(data=WIDE), Image(data=PICTURE), Text(QUESTION))),
-    Message("assistant", (Text("A square."),)),
-)
-MIXES: dict[str, tuple[tuple[Message, ...], tuple[Part, ...]]] = {
-    "twenty images": ((), tuple(Image(data=media.picture(64, 96, seed=seed)) for seed in range(20))),
-    "an image of one pixel": ((), (Image(data=media.picture(1, 1)),)),
-    "media in earlier turns": (EARLIER, (Image(data=TALL), Video(data=SHORT))),
-}
-
-
-@pytest.mark.parametrize("mix", MIXES)
-async def test_every_mix_of_media_keeps_the_tokens_of_its_rate(stack: Stack, mix: str) -> None:
-    history, parts = MIXES[mix]
-    options: Any = {"history": history, "pruning_rate": 0.75, "max_new_tokens": 3, "timeout_s": 60}
-    async with GridsieveClient(stack.address) as client:
-        answer = await client.ask(list(parts), "What is this?", **options)
-    asked = [part for turn in history for part in turn.parts] + list(parts)
-    modalities = {Image: Modality.IMAGE, Video: Modality.VIDEO}
-    expected = [modalities[type(part)] for part in asked if not isinstance(part, Text)]
-    assert [item.modality for item in answer.usage.media] == expected
-    for item in answer.usage.media:
-        least = max(item.grid.slice_tokens, item.grid.tokens // 4)
-        assert item.num_kept == (item.grid.tokens if item.modality is Modality.IMAGE else least)
-    assert answer.usage.completion_tokens >= 1
+SHORT = media.clip(seed=1)
 
 
 async def test_each_video_is_pruned_by_its_own_method_and_rate_or_else_by_those_of_the_request(
@@ -242,42 +201,31 @@ async def test_each_video_is_pruned_by_its_own_method_and_rate_or_else_by_those_
     ]
 
 
-async def test_embeddings_as_input_are_answered_like_the_media_they_come_from(
-    served: Served, client: GridsieveClient
-) -> None:
-    pixels = (Video(data=WIDE), Image(data=PICTURE))
-    clip, picture = await encode(served.addresses["encoder"], list(pixels))
-    embeds = (Video(embeds=clip.as_embeds()), Image(embeds=picture.as_embeds()))
-    one, other = [
-        await client.ask(list(parts), QUESTION, pruning_rate=0.5, pruning_method="vidcom2", **GREEDY)
-        for parts in (pixels, embeds)
-    ]
-    assert one.token_ids == other.token_ids
-    assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-    assert [item.num_kept for item in one.usage.media] == [item.num_kept for item in other.usage.media]
-
-
 # --- tokens chosen before the tower -------------------------------------------------------------------------------
 
-CHOICES = [(0.75, None), (0.0, 0.3), (0.5, 0.1)]
+CHOICES = [
+    Pruning(0.75, PIXEL_CHANGE),
+    Pruning(0.0, PIXEL_CHANGE, threshold=0.3),
+    Pruning(0.5, PIXEL_CHANGE, threshold=0.1),
+]
 # 27 frames: the last slice has one.
 ODD = media.clip(27, fps=8, width=160, height=96, seed=5)
 
 
-async def test_the_law_holds_where_tokens_are_chosen_before_the_tower(served: Served) -> None:
+async def test_the_law_holds_where_tokens_are_chosen_before_the_tower(served: Served, client: GridsieveClient) -> None:
     """Choices of two clips at once, and again, when the prompts are cached."""
     reference, family = load_reference(served.family, served.folder), FAMILIES[served.family]
-    videos = ((Video(data=ODD, fps=8), CHOICES), (Video(data=SHORT, fps=4), CHOICES[:2]))
-    asked = [asking(video, QUESTION, *choice, NEW_TOKENS) for video, choices in videos for choice in choices]
-    addresses = served.addresses
-    expected = [await expect(addresses["preprocessing"], each, reference, family, served.folder) for each in asked]
+    videos = [Video(data=ODD, fps=8, pruning=each) for each in CHOICES]
+    videos += [Video(data=SHORT, fps=4, pruning=each) for each in CHOICES[:2]]
+    addresses, of_family = served.addresses, (QUESTION, reference, family, served.folder)
+    expected = [await expect(addresses["preprocessing"], each, *of_family) for each in videos]
     assert len({len(each.kept) for each in expected}) > 3, "choices that are equal prove little"
     for again in (False, True):
-        answers = await asyncio.gather(*(answered(addresses["generation"], each) for each in asked))
+        answers = await asyncio.gather(*(client.ask(each, QUESTION, **GREEDY) for each in videos))
         for each, answer in zip(expected, answers, strict=True):
             each.check(answer, reference)
-            assert not again or answer.cached_tokens > answer.prompt_tokens // 2
-    for request, each in zip(asked, expected, strict=True):
-        kept, embeds = await encoded(addresses["encoder"], request)
-        assert kept == each.kept
-        np.testing.assert_allclose(embeds, each.embeds, atol=1e-5)
+            assert not again or answer.usage.cached_prompt_tokens > answer.usage.prompt_tokens // 2
+    for video, each in zip(videos, expected, strict=True):
+        (found,) = await encode(addresses["encoder"], video, video.pruning or Pruning())
+        assert found.kept.tolist() == each.kept
+        np.testing.assert_allclose(found.values, each.embeds, atol=1e-5)

@@ -10,7 +10,6 @@ import http.client
 import io
 import json
 import re
-import signal
 import socket
 import time
 import zlib
@@ -23,9 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import av
 import httpx
-import numpy as np
 import openai
 import PIL.Image
 import pytest
@@ -34,11 +31,12 @@ from gridsieve import Frames, GridsieveClient, Image, Message, Pruning, Text, Vi
 from gridsieve.client.prompt import Options
 from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, MediaForbidden, MediaRejected
 from tests import media
-from tests.integration.conftest import OTHER_NAME, SEEING, SERVED_NAME, UPLOAD_MAX_BYTES
-from tests.integration.fleet import Stack, exported, metric_in, until
+from tests.integration.conftest import MAX_INLINE_BYTES, OTHER_NAME, SEEING, SERVED_NAME, UPLOAD_MAX_BYTES, metric
+from tests.integration.fleet import Stack, metric_in, until
 from tests.integration.gateway import Gateway, brought, data_url, gateway, image, question, video
 from tests.integration.test_metrics import assert_documented
 from tests.preprocessing.media_server import ok, serving
+from tests.preprocessing.preprocessing_media import clip
 
 CLIP, OTHER = media.clip(16, fps=4), media.clip(8, fps=4, seed=1)
 PICTURE = media.picture(60, 90)
@@ -46,7 +44,6 @@ CLIP_URL, OTHER_URL = data_url("video/mp4", CLIP), data_url("video/mp4", OTHER)
 FRAMES = tuple(media.picture(112, 112, seed) for seed in range(4))
 PICTURE_URL = data_url("image/png", PICTURE)
 RUNNING = "gridsieve_requests_running"
-MAX_INLINE_BYTES = 64 * 2**20
 LARGER = "upload larger files to /v1/files, or give an https URL or a file: path below --media-root"
 GREEDY = Options(temperature=0, max_new_tokens=8, logprobs=True)
 
@@ -55,42 +52,12 @@ def user(*parts: Any) -> Message:
     return Message("user", parts)
 
 
-FPS_1 = {"mm_processor_kwargs": {"fps": 1.0, "min_frames": 2}}
-SAME = {
+SAME: dict[str, tuple[list[Any], list[Message]]] = {
     "video_url": ([video(CLIP_URL), "What?"], [user(Video(data=CLIP), Text("What?"))]),
     "input_video": ([{"type": "input_video", "input_video": CLIP_URL}, "?"], [user(Video(data=CLIP), Text("?"))]),
     "several": (
         [video(CLIP_URL), "and", image(PICTURE_URL), video(OTHER_URL), "?"],
         [user(Video(data=CLIP), Text("and"), Image(data=PICTURE), Video(data=OTHER), Text("?"))],
-    ),
-    "frames chosen": ([video(CLIP_URL, **FPS_1), "?"], [user(Video(data=CLIP, fps=1, min_frames=2), Text("?"))]),
-    "a number of frames": (
-        [video(CLIP_URL, mm_processor_kwargs={"num_frames": 6}), "?"],
-        [user(Video(data=CLIP, num_frames=6), Text("?"))],
-    ),
-    "frames by index": (
-        [video(CLIP_URL, media_io_kwargs={"video": {"frames_indices": [0, 5, 6, 15]}}), "?"],
-        [user(Video(data=CLIP, frame_indices=(0, 5, 6, 15)), Text("?"))],
-    ),
-    "as many frames as there are": (
-        [video(CLIP_URL, media_io_kwargs={"video": {"num_frames": 100}}), "?"],
-        [user(Video(data=CLIP, num_frames=16), Text("?"))],
-    ),
-    "all frames": (
-        [video(CLIP_URL, media_io_kwargs={"video": {"num_frames": -1, "fps": -1}}), "?"],
-        [user(Video(data=CLIP, num_frames=16), Text("?"))],
-    ),
-    "a number of frames below what a rate asks for": (
-        [video(CLIP_URL, media_io_kwargs={"video": {"num_frames": 6, "fps": 2.0}}), "?"],
-        [user(Video(data=CLIP, num_frames=6), Text("?"))],
-    ),
-    "a rate that asks for less than a number of frames": (
-        [video(CLIP_URL, media_io_kwargs={"video": {"num_frames": 32, "fps": 0.5}}), "?"],
-        [user(Video(data=CLIP, num_frames=2), Text("?"))],
-    ),
-    "all frames read, and chosen by a rate": (
-        [video(CLIP_URL, media_io_kwargs={"video": {"num_frames": -1, "fps": 4}}, **FPS_1), "?"],
-        [user(Video(data=CLIP, fps=1, min_frames=2), Text("?"))],
     ),
     "all pictures": (
         [video(data_url("video/jpeg", *FRAMES), media_io_kwargs={"video": {"num_frames": -1}}), "?"],
@@ -111,14 +78,33 @@ SAME = {
         ],
         [user(Video(frames=Frames(FRAMES, (0.0, 0.5, 0.75, 1.0)), pruning=Pruning(0.5)), Text("?"))],
     ),
-    "an end": (
-        [video(CLIP_URL, media_io_kwargs={"video": {"duration": 2.0}}), "?"],
-        [user(Video(data=CLIP, end_s=2), Text("?"))],
-    ),
     "pruned by itself": (
         [video(CLIP_URL, pruning={"rate": 0.5, "method": "random", "seed": 3}), video(OTHER_URL), "?"],
         [user(Video(data=CLIP, pruning=Pruning(0.5, "random", 3)), Video(data=OTHER), Text("?"))],
     ),
+}
+OF_READING = {
+    "a number of frames": ({"num_frames": 6}, {"num_frames": 6}),
+    "frames by index": ({"frames_indices": [0, 5, 6, 15]}, {"frame_indices": (0, 5, 6, 15)}),
+    "as many frames as there are": ({"num_frames": 100}, {"num_frames": 16}),
+    "all frames": ({"num_frames": -1, "fps": -1}, {"num_frames": 16}),
+    "a number of frames below what a rate asks for": ({"num_frames": 6, "fps": 2.0}, {"num_frames": 6}),
+    "a rate that asks for less than a number of frames": ({"num_frames": 32, "fps": 0.5}, {"num_frames": 2}),
+    "an end": ({"duration": 2.0}, {"end_s": 2}),
+}
+FPS_1 = {"mm_processor_kwargs": {"fps": 1.0, "min_frames": 2}}
+OF_FRAMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "frames chosen": (FPS_1, {"fps": 1, "min_frames": 2}),
+    "a number for the processor": ({"mm_processor_kwargs": {"num_frames": 6}}, {"num_frames": 6}),
+    "all frames read, and chosen by a rate": (
+        {"media_io_kwargs": {"video": {"num_frames": -1, "fps": 4}}, **FPS_1},
+        {"fps": 1, "min_frames": 2},
+    ),
+    **{name: ({"media_io_kwargs": {"video": sent}}, read) for name, (sent, read) in OF_READING.items()},
+}
+SAME |= {
+    name: ([video(CLIP_URL, **sent), "?"], [user(Video(data=CLIP, **read), Text("?"))])
+    for name, (sent, read) in OF_FRAMES.items()
 }
 
 
@@ -151,6 +137,7 @@ def assert_same(got: Any, wanted: Any) -> None:
     tokens = choice["logprobs"]["content"]
     assert [each["token"] for each in tokens] == [wanted.choices[0].token_texts[each] for each in wanted.token_ids]
     assert [each["logprob"] for each in tokens] == pytest.approx(wanted.logprobs, abs=1e-5)
+    assert all(bytes(each["bytes"]) for each in tokens)
     usage = got["usage"]
     assert usage["prompt_tokens"] == wanted.usage.prompt_tokens
     assert usage["completion_tokens"] == wanted.usage.completion_tokens
@@ -210,17 +197,6 @@ async def test_openai_clients_stream_what_they_get_at_once(door: Gateway) -> Non
     assert not chunks[-1].choices
 
 
-async def test_the_bytes_of_tokens_add_up_to_the_text(door: Gateway) -> None:
-    """The tiny model's tokens are mostly parts of characters."""
-    body = question("Why?", logprobs=True, top_logprobs=3, max_tokens=60) | {"temperature": 1.0, "seed": 4}
-    async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="unused") as client:
-        [choice] = (await client.chat.completions.create(model=SERVED_NAME, **body)).choices
-    tokens = choice.logprobs.content
-    assert any("\ufffd" in token.token for token in tokens)
-    data = b"".join(bytes(token.bytes) for token in tokens if not token.token.startswith("<|"))  # control tokens
-    assert data.decode(errors="replace") == choice.message.content
-
-
 SPLITTING = "a\u2028b\u2029c\u0085d"
 
 
@@ -264,22 +240,10 @@ def moving_gif() -> bytes:
     return file.getvalue()
 
 
-def flash() -> bytes:
-    file = io.BytesIO()
-    with av.open(file, "w", format="flv") as output:
-        stream = output.add_stream("flv1", rate=4)
-        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
-        for number in range(4):
-            pixels = np.full((64, 64, 3), 40 * number, np.uint8)
-            output.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        output.mux(stream.encode())
-    return file.getvalue()
-
-
 SAME_MEDIA = {
     "moving.gif": (moving_gif(), "image", "video"),
     "still.gif": (media.picture(56, 56), "image", "image"),
-    "clip.flv": (flash(), "video", "video"),
+    "clip.flv": (clip(4, 4, "flv", "flv"), "video", "video"),
 }
 
 
@@ -325,8 +289,8 @@ def test_broken_and_large_bodies_and_unknown_paths_have_a_status(http: httpx.Cli
     error = broken.json()["error"]
     assert (broken.status_code, error["message"][:26], error["param"]) == (400, "the body is not valid JSON", None)
     limit = MAX_INLINE_BYTES * 4 // 3 + 4 * 2**20
-    pieces = (bytes(2**20) for _ in range(200))
-    bomb = gzip.compress(bytes(100 * 2**20), 1)
+    pieces = (bytes(2**20) for _ in range(20))
+    bomb = gzip.compress(bytes(20 * 2**20), 1)
     for body, encoding in ((pieces, "identity"), (bomb, "gzip")):
         large = http.post("/v1/chat/completions", content=body, headers={"content-encoding": encoding})
         assert (large.status_code, large.json()["error"]["code"]) == (413, "TOO_LARGE")
@@ -342,13 +306,13 @@ def test_a_body_is_refused_by_the_size_that_it_announces_and_then_read_to_its_en
     """A connection that was closed with bytes unread would be reset, and the answer lost."""
     with closing(http.client.HTTPConnection("127.0.0.1", door.port, timeout=30)) as connection:
         connection.putrequest("POST", "/v1/chat/completions")
-        connection.putheader("content-length", str(100 * 2**20))
+        connection.putheader("content-length", str(20 * 2**20))
         connection.endheaders()
         refused = connection.getresponse()
         message = json.loads(refused.read())["error"]["message"]
-        assert (refused.status, message[: message.index(",")]) == (413, f"the body has {100 * 2**20} bytes")
+        assert (refused.status, message[: message.index(",")]) == (413, f"the body has {20 * 2**20} bytes")
         assert message.endswith(LARGER)
-        for _ in range(100):
+        for _ in range(20):
             connection.sock.sendall(bytes(2**20))
         connection.request("GET", "/version")
         assert connection.getresponse().status == 200
@@ -490,8 +454,7 @@ async def test_an_upload_is_reached_by_its_id_or_by_both_digests_and_by_no_path(
 
 
 async def test_a_client_that_leaves_cancels_its_question_within_a_second(stack: Stack, door: Gateway) -> None:
-    port = stack.metrics_ports["generation"]
-    running = partial(lambda: metric_in(exported(port), RUNNING, method="Generate"))
+    running = partial(metric, stack, "generation", RUNNING, method="Generate")
     for stream in (False, True):
         body = question("Why?", max_tokens=1000, ignore_eos=True, stream=stream)
         async with httpx.AsyncClient(base_url=door.url, timeout=60) as client:
@@ -548,25 +511,3 @@ def test_metrics_and_health_are_told(door: Gateway, http: httpx.Client) -> None:
     assert_documented("gateway", text)
     ended = [json.loads(line) for line in door.log.read_text().splitlines() if '"request ended"' in line]
     assert {"request_id", "code", "seconds", "received_bytes"} <= ended[-1].keys()
-
-
-def test_after_sigterm_a_stream_is_finished_and_new_questions_are_refused(stack: Stack, tmp_path: Path) -> None:
-    # 400 tokens last longer than the refusals, and on a busy machine longer than the default time to drain.
-    with (
-        gateway(stack.address, tmp_path, "--drain-s", "120") as leaving,
-        leaving.http() as client,
-        leaving.http() as other,
-    ):
-        assert other.get("/version").json()["uploads"] is None  # and keeps its connection
-        body = question("Why?", max_tokens=400, ignore_eos=True, stream=True)
-        with client.stream("POST", "/v1/chat/completions", json=body) as streamed:
-            lines = streamed.iter_lines()
-            next(lines)
-            leaving.process.send_signal(signal.SIGTERM)
-            while other.get("/health").status_code == 200:
-                time.sleep(0.01)
-            refused = other.post("/v1/chat/completions", json=question("Why?"))
-            assert (refused.status_code, refused.json()["error"]["stage"]) == (503, "gateway")
-            assert "Retry-After" in refused.headers
-            assert [line for line in lines if line][-1] == "data: [DONE]"
-        assert leaving.process.wait(20) == 0

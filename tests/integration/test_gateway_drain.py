@@ -1,18 +1,26 @@
-"""What clients of the gateway are told when its grace period ends before their requests do."""
+"""What clients of the gateway are told while it drains, and when its grace period ends before their requests do."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import signal
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import httpx
+import pytest
 
 from gridsieve.common.process import ExitStatus
-from tests.integration.fleet import Stack, metric_in, until
+from gridsieve.common.serving.health import Health
+from gridsieve.v1 import generation_pb2_grpc
+from tests.integration.fleet import metric_in, until
 from tests.integration.gateway import gateway, question
+from tests.integration.test_responses import Played
+from tests.served import served
 
 ERROR = {
     "message": "gateway is draining, and its grace period is over",
@@ -21,11 +29,48 @@ ERROR = {
     "code": "UNAVAILABLE",
     "stage": "gateway",
 }
+ASKED = question("go on")
 
 
-async def test_a_drain_tells_the_clients_that_it_cuts_off(stack: Stack, tmp_path: Path) -> None:
-    path, body = "/v1/chat/completions", question("Why?", max_tokens=1500, ignore_eos=True)
-    with gateway(stack.address, tmp_path, "--drain-s", "0.2") as leaving:
+@pytest.fixture
+def played() -> Iterator[tuple[Played, str]]:
+    """Generation that is well, and its address."""
+    played = Played()
+
+    def register(server: grpc.aio.Server) -> None:
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(played, server)
+        health = Health(("",))
+        health.set_serving(True, ready=True)
+        health.add_to(server)
+
+    with served(register) as address:
+        yield played, address
+
+
+def test_after_sigterm_a_stream_is_finished_and_new_questions_are_refused(
+    played: tuple[Played, str], tmp_path: Path
+) -> None:
+    generation, address = played
+    with gateway(address, tmp_path, "--drain-s", "120") as leaving, leaving.http() as client, leaving.http() as other:
+        assert other.get("/version").json()["uploads"] is None  # and keeps its connection
+        assert other.get("/health").status_code == 200
+        with client.stream("POST", "/v1/chat/completions", json=ASKED | {"stream": True}) as streamed:
+            lines = streamed.iter_lines()
+            next(lines)
+            leaving.process.send_signal(signal.SIGTERM)
+            while other.get("/health").status_code == 200:
+                time.sleep(0.01)
+            refused = other.post("/v1/chat/completions", json=question("Why?"))
+            assert (refused.status_code, refused.json()["error"]["stage"]) == (503, "gateway")
+            assert "Retry-After" in refused.headers
+            generation.enough.set()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert leaving.process.wait(20) == ExitStatus.FINISHED
+
+
+async def test_a_drain_tells_the_clients_that_it_cuts_off(played: tuple[Played, str], tmp_path: Path) -> None:
+    path, body = "/v1/chat/completions", ASKED
+    with gateway(played[1], tmp_path, "--drain-s", "0.2") as leaving:
         reader, writer = await asyncio.open_connection("127.0.0.1", leaving.port)
         writer.write(f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n".encode())  # and no body
         async with httpx.AsyncClient(base_url=leaving.url, timeout=60) as client:

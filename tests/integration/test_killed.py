@@ -1,6 +1,6 @@
-"""Services that are killed while they hold requests in every stage: callers are told which service failed.
+"""Services that are killed, and callers that leave, while requests are in every stage.
 
-Requests that do not need the killed service go on, and nothing stays reserved for the others.
+Callers are told which service failed. Requests that do not need it go on, and nothing stays reserved for the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, at_rest, until
 from tests.integration.gateway import data_url, gateway, image, question
 from tests.integration.load import Asked, is_answered_soon, one_in_each_stage, short_clip
-from tests.integration.pruning import held_in_pruning
 from tests.processes import children, runs
 
 FRAMES = ("fetching", "reading", "decoding and encoding", "waiting for room")
@@ -90,35 +89,12 @@ async def test_a_gateway_is_healthy_while_questions_about_media_can_be_answered(
         assert (await asyncio.to_thread(http.post, "/v1/chat/completions", json=body)).status_code == 200
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize(
-    ("killed", "blamed"),
-    [
-        ("preprocessing", None),  # it has sent all frames
-        ("this encoder", None),  # the other one repeats its work
-        ("both encoders", "encoder"),
-        ("generation", "generation"),
-    ],
-)
-async def test_a_service_is_killed_while_an_item_is_pruned(
-    fleet: Fleet, fleet_client: GridsieveClient, tmp_path: Path, killed: str, blamed: str | None
+async def test_callers_that_disconnect_in_every_stage_free_everything(
+    fleet: Fleet, fleet_client: GridsieveClient
 ) -> None:
-    async with held_in_pruning(fleet, fleet_client, tmp_path, seed=20 + len(killed)) as held:
-        victims = {
-            "preprocessing": [fleet.preprocessing[0]],
-            "this encoder": [held.encoder],
-            "both encoders": [fleet.encoder[0], held.encoder],
-            "generation": [fleet.generation],
-        }
-        for each in victims[killed]:
-            each.kill()
-        if blamed:
-            await fails_soon(blamed, held.asked)
-        if killed != "generation":
-            await held.others_go_on()
-        if held.encoder.running:
-            held.release()
-        if not blamed:
-            await asyncio.wait_for(held.asked.task, 30)
-            assert held.asked.tokens == 2
-        await at_rest((each for each in (*fleet.first, held.encoder) if each.running), within_s=SOON_S)
+    async with one_in_each_stage(fleet, fleet_client, seed=40) as load:
+        assert fleet.generation.metric("gridsieve_generation_media_buffer_used_bytes") > 0
+        await load.leave()
+        await at_rest(fleet.first, within_s=SOON_S)
+        await until(lambda: not load.halfway.calls and all(task.done() for task in load.server.serving), SOON_S)
+        assert not [each.name for each in fleet.first if each.metric("gridsieve_requests_total", code="INTERNAL")]

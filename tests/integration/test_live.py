@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -13,21 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
-from PIL import Image
 from tokenizers import Tokenizer
 
+from gridsieve.client.answer import Answer
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.prompt import Frames, Message, Pruning, Text, Video
 from gridsieve.common.channels import open_channel
-from gridsieve.common.contract.wire import int32_array
 from gridsieve.common.security.credentials import NO_CREDENTIALS
 from gridsieve.v1 import generation_pb2, prompt_pb2
 from gridsieve.v1.generation_pb2 import LiveAsk, LiveFrame, LiveOpen, LiveRequest, LiveResponse, Sampling
 from gridsieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests import media
-from tests.choice import shown_tokens
 from tests.integration.fleet import Stack, running, stopped_workers, until
 
 QUESTION, SECOND = "What moves?", "And now?"
@@ -60,15 +56,11 @@ def served(request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]) -
         yield Served(folder, stack)
 
 
-# Tests of what the family decides; the others are served by one of them.
-EVERY_FAMILY = pytest.mark.parametrize("served", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"], indirect=True, scope="module")
-# Of what the family decides in a session's windows, which tests of generation cover for all three.
-DEEP_FAMILY = pytest.mark.parametrize(
-    "served",
-    ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.deep) for name in ("qwen3_vl", "qwen3_5"))],
-    indirect=True,
-    scope="module",
-)
+def of_families(count: int) -> pytest.MarkDecorator:
+    """Of what the family decides, which tests of generation cover for all three: after the first `count` it is deep."""
+    names = ("qwen2_5_vl", "qwen3_5", "qwen3_vl")
+    deep = (pytest.param(name, marks=pytest.mark.deep) for name in names[count:])
+    return pytest.mark.parametrize("served", [*names[:count], *deep], indirect=True, scope="module")
 
 
 @dataclass
@@ -116,16 +108,16 @@ async def watching(address: str, **opened: Any) -> AsyncIterator[Watching]:
         live.call.cancel()
 
 
+def assert_same(asked: tuple[list[int], list[float]], expected: Answer) -> None:
+    tokens, logprobs = asked
+    assert tokens == list(expected.token_ids)
+    assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
 def lines_with(stack: Stack, text: str) -> list[dict[str, Any]]:
     """The lines in the services' logs with a text."""
     lines = [line for name in stack.services for line in stack.log(name).splitlines()]
     return [json.loads(line) for line in lines if text in line]
-
-
-def png(pixels: np.ndarray[Any, Any]) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 def said(served: Served) -> tuple[int, Sampling]:
@@ -140,7 +132,7 @@ def video(first: int, end: int, times_s: Sequence[float]) -> Video:
     )
 
 
-@EVERY_FAMILY
+@of_families(2)
 async def test_answers_are_those_of_one_question_about_all_that_was_seen(served: Served) -> None:
     """A question that leaves no trace, one that stays, and one about frames after it."""
     system = Message("system", (Text("Be brief."),))
@@ -149,24 +141,21 @@ async def test_answers_are_those_of_one_question_about_all_that_was_seen(served:
     times_s = [0.5 * number for number in range(12)]
     async with GridsieveClient(served.address) as client, watching(served.address, messages=opening) as live:
         await live.show(PICTURES[:8], [30 + time_s for time_s in times_s[:8]])
-        tokens, logprobs = await live.ask(QUESTION, transient=True)
+        answer = await live.ask(QUESTION, transient=True)
         seen = video(0, 8, times_s[:8])
-        expected = await client.ask(seen, QUESTION, history=[system], **GREEDY)
-        assert tokens == list(expected.token_ids)
-        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-        assert await live.ask(QUESTION, one_word) == ([word], pytest.approx(logprobs[:1], abs=100))
+        assert_same(answer, await client.ask(seen, QUESTION, history=[system], **GREEDY))
+        assert (await live.ask(QUESTION, one_word))[0] == [word]
         await live.show(PICTURES[8:12], [30 + time_s for time_s in times_s[8:]])
-        tokens, logprobs = await live.ask(SECOND)
+        answer = await live.ask(SECOND)
         turns = [system, Message("user", (seen, Text(QUESTION))), Message("assistant", (Text("a"),))]
         expected = await client.ask(video(8, 12, times_s[8:]), SECOND, history=turns, **GREEDY)
-        assert tokens == list(expected.token_ids)
-        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert_same(answer, expected)
         usage = live.seen[-1].finished
         assert usage.finished.usage.prompt_tokens == expected.usage.prompt_tokens
         assert (usage.usage.frames, usage.usage.used_frames, usage.usage.dropped_frames) == (12, 12, 0)
 
 
-@EVERY_FAMILY
+@of_families(2)
 async def test_slices_in_which_nothing_changes_leave_answers_as_they_are(served: Served) -> None:
     """Slices of the same files, of others after a cut, and of other files of the same scene."""
     pictures = [*PICTURES[:1] * 4, *PICTURES[1:2] * 6, *[PICTURES[1] + bytes(1)] * 6]
@@ -174,17 +163,15 @@ async def test_slices_in_which_nothing_changes_leave_answers_as_they_are(served:
     changed = prompt_pb2.Pruning(method="pixel_change", threshold=0.1)
     async with GridsieveClient(served.address) as client, watching(served.address, pruning=changed) as live:
         await live.show(pictures, times_s)
-        tokens, logprobs = await live.ask(QUESTION, transient=True)
+        answer = await live.ask(QUESTION, transient=True)
         [whole, *kept] = [each.slice.kept.shape[0] for each in live.seen if each.HasField("slice")]
         assert kept == [0, whole, 0, 0, 0, 0, 0]
         pruning = Pruning(method="pixel_change", threshold=0.1)
         seen = Video(frames=Frames(tuple(pictures), times_s), max_pixels=MAX_PIXELS, pruning=pruning)
-        expected = await client.ask(seen, QUESTION, **GREEDY)
-        assert tokens == list(expected.token_ids)
-        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert_same(answer, await client.ask(seen, QUESTION, **GREEDY))
 
 
-@DEEP_FAMILY
+@of_families(1)
 async def test_what_changes_is_kept_and_what_is_old_is_evicted(served: Served) -> None:
     """A scene that stands still costs hardly anything; cuts fill the window, and the oldest slices leave it."""
     pruning = prompt_pb2.Pruning()  # by what changes
@@ -203,25 +190,6 @@ async def test_what_changes_is_kept_and_what_is_old_is_evicted(served: Served) -
         assert (await live.ask(QUESTION))[0]
 
 
-@DEEP_FAMILY
-async def test_what_changes_slowly_or_a_little_is_kept_once_it_lasts(served: Served) -> None:
-    """Dusk, then equal files that are a little brighter, then a question, and nothing new."""
-    levels = [np.full((112, 112, 3), 100 - 3 * number, np.uint8) for number in range(8)]
-    brighter = levels[-1] + np.uint8(8)
-    frames = np.stack([level for level in [*levels, levels[-1], *[brighter] * 6] for _ in range(2)])
-    times_s = [0.5 * number for number in range(len(frames))]
-    async with watching(served.address, pruning=prompt_pb2.Pruning(method="pixel_change", threshold=0.1)) as live:
-        await live.show(list(map(png, frames)), times_s)
-        first, *slices = [each.slice for each in live.seen if each.HasField("slice")]
-        kept = [int32_array(each.kept).tolist() for each in slices]
-        assert kept == shown_tokens(frames, (first.grid.h, first.grid.w), 2, 0.1)
-        assert list(map(bool, kept[7:])) == [True, False, False, True, False, False, False]
-        await live.ask(QUESTION, said(served)[1])
-        await live.show([png(brighter)] * 8, [20 + time_s for time_s in times_s[:8]])
-        whole, *still = [each.slice.kept.shape[0] for each in live.seen if each.HasField("slice")][-4:]
-        assert (whole, still) == (first.grid.h * first.grid.w, [0, 0, 0])
-
-
 async def test_a_session_begins_again_with_frames_of_another_size(served: Served) -> None:
     """As of a camera that is opened again. The slice in which the size changes is refused."""
     wide = [media.picture(56, 112, seed) for seed in range(4)]
@@ -232,16 +200,14 @@ async def test_a_session_begins_again_with_frames_of_another_size(served: Served
             await live.send(frame=LiveFrame(picture=picture, time_s=time_s))
         assert (await live.until("dropped")).reason == generation_pb2.DROP_REASON_REFUSED
         await live.show(wide, times_s[6:])
-        tokens, logprobs = await live.ask(QUESTION)
+        answer = await live.ask(QUESTION)
         frames, none = Frames(tuple(wide), tuple(times_s[6:])), Pruning(method="none")
         seen = Video(frames=frames, max_pixels=MAX_PIXELS, pruning=none)
-        expected = await client.ask(seen, QUESTION, **GREEDY)
-        assert tokens == list(expected.token_ids)
-        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert_same(answer, await client.ask(seen, QUESTION, **GREEDY))
         assert [each.restarted.segments for each in live.seen if each.HasField("restarted")] == [0]
 
 
-@DEEP_FAMILY
+@of_families(1)
 async def test_a_slice_that_can_never_fit_is_refused_alone(served: Served) -> None:
     """Its frames are of another size: 64 tokens of Qwen3-VL and more of Qwen2.5-VL, after some 20 of text."""
     large = [media.picture(448, 448, seed) for seed in range(2)]
@@ -262,10 +228,8 @@ async def test_a_long_question_before_the_first_frame_goes_when_it_leaves_no_roo
         await live.ask("What moves? " * 8, said(served)[1])
         await live.show(PICTURES[:4], times_s)
         assert [each.WhichOneof("response") for each in live.seen][-4:] == ["evicted", "restarted", "slice", "slice"]
-        tokens, logprobs = await live.ask(QUESTION)
-        expected = await client.ask(video(0, 4, times_s), QUESTION, **GREEDY)
-        assert tokens == list(expected.token_ids)
-        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        answer = await live.ask(QUESTION)
+        assert_same(answer, await client.ask(video(0, 4, times_s), QUESTION, **GREEDY))
 
 
 async def test_frames_beyond_the_bytes_of_a_client_are_dropped_and_no_session_ends(served: Served) -> None:
@@ -348,11 +312,9 @@ async def test_beyond_the_trained_positions_a_session_begins_again_from_its_wind
         await live.show(PICTURES[:16], times_s)
         [repeated] = [each.restarted.segments for each in live.seen if each.HasField("restarted")]
         assert 1 <= repeated <= 3
-        tokens, logprobs = await live.ask(QUESTION)
+        answer = await live.ask(QUESTION)
         first = 14 - 2 * repeated
-        expected = await client.ask(video(first, 16, times_s[first:]), QUESTION, **GREEDY)
-        assert tokens == list(expected.token_ids)
-        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert_same(answer, await client.ask(video(first, 16, times_s[first:]), QUESTION, **GREEDY))
 
 
 @pytest.mark.parametrize("served", ["qwen3_5"], indirect=True, scope="module")
@@ -367,11 +329,9 @@ async def test_with_a_recurrent_state_a_session_begins_again_from_half_its_windo
         assert kinds[-5:] == ["finished", "slice", "evicted", "restarted", "slice"]
         assert (live.seen[-3].evicted.segments, live.seen[-2].restarted.segments) == (4, 4)
         assert live.seen[-1].slice.usage.held_tokens <= 208 / 2 + 23
-        tokens, logprobs = await live.ask(SECOND)
+        answer = await live.ask(SECOND)
         turns = [Message("user", (video(8, 12, times_s[8:12]), Text(QUESTION))), Message("assistant", (Text("a"),))]
-        expected = await client.ask(video(12, 16, times_s[12:]), SECOND, history=turns, **GREEDY)
-        assert tokens == list(expected.token_ids)
-        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert_same(answer, await client.ask(video(12, 16, times_s[12:]), SECOND, history=turns, **GREEDY))
     async with watching(served.address, window_s=4) as live:
         await live.show(PICTURES[:12], times_s[:12])
         assert [each.restarted.segments for each in live.seen if each.HasField("restarted")] == [2]

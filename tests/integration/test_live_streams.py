@@ -102,7 +102,7 @@ async def film(writer: asyncio.StreamWriter, enough: asyncio.Event) -> None:
             await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize("form", STREAMS)
+@pytest.mark.parametrize("form", ["fmp4", pytest.param("mpegts", marks=pytest.mark.deep)])
 async def test_clips_and_raw_frames_answer_as_their_frames_as_pictures(stack: Stack, form: str) -> None:
     """The question follows the last clip at once, and is about all that can be decoded until then."""
     answers = {}
@@ -314,7 +314,7 @@ async def test_a_decoder_that_crashes_loses_its_stream_and_not_the_session(stack
 async def test_clips_are_lost_with_preprocessing_and_begin_again(stack: Stack) -> None:
     preprocessing, data = stack.services["preprocessing"], STREAMS["fmp4"]
     async with watching(stack.address) as live:
-        await show(live, "clip", "fmp4")
+        await show(live, "clip", "fmp4", pause_s=0)
         assert (await live.ask(QUESTION))[0]  # all that was shown is seen
         before = max(each.slice.last_time_s for each in live.seen if each.HasField("slice"))
         await asyncio.to_thread(preprocessing.kill)

@@ -15,7 +15,7 @@ from gridsieve.cli.launcher import SERVICES
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.prompt import Video
 from tests import media
-from tests.integration.conftest import SERVED_NAME, idle, metric
+from tests.integration.conftest import idle
 from tests.integration.fleet import Stack, exported
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -35,11 +35,6 @@ def test_promtool_finds_no_fault(stack: Stack, promtool: str, service: str) -> N
     text = exported(stack.metrics_ports[service])
     check = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
     assert (check.returncode, check.stdout, check.stderr) == (0, "", "")
-
-
-@pytest.mark.parametrize("service", SERVICES)
-def test_every_service_names_the_model_as_it_is_served(stack: Stack, service: str) -> None:
-    assert metric(stack, service, "gridsieve_model_info", model=SERVED_NAME) == 1
 
 
 # --- documentation ----------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,13 @@ import torch
 from torch import Tensor
 
 from gridsieve.client.client import GridsieveClient
-from gridsieve.client.encoding import encode
 from gridsieve.client.messages import generate_request
-from gridsieve.client.prompt import Frames, Image, Part, Text, Video, user_turn
+from gridsieve.client.prompt import Image, Part, Text, Video, user_turn
 from gridsieve.common.contract.errors import InvalidRequest
-from gridsieve.common.contract.plan import Grid, PromptPlan
+from gridsieve.common.contract.plan import PromptPlan
 from tests import media
 from tests.families import minicpm
-from tests.integration.conftest import idle, metric
-from tests.integration.fleet import Stack, running
+from tests.integration.fleet import running
 from tests.integration.reference import CLEAR_MARGIN, NEW_TOKENS, plan_and_slices
 
 QUESTION = "What moves?"
@@ -56,55 +53,12 @@ async def test_answers_are_those_of_the_parts_of_transformers(version: str, tmp_
                 answer = await client.ask(list(parts), QUESTION, **options)
                 embeds = embedded(oracle, *await plan_and_frames(stack.addresses["preprocessing"], parts))
                 check(answer.token_ids, answer.logprobs, oracle, embeds)
-            await check_embeddings(stack, client, WIDE, TALL, PICTURE)
             if version == "2.5":
                 return
             with pytest.raises(
                 InvalidRequest, match=r"pruning\.method must be one of none for this model, got 'evs': a"
             ):
                 await client.ask(Video(data=CLIP), QUESTION, pruning_rate=0.5)
-            (clip,) = await encode(stack.addresses["encoder"], Video(data=CLIP))
-            videos = (Video(data=CLIP), Video(embeds=clip.as_embeds()))
-            ours, brought = [await client.ask(each, QUESTION, max_new_tokens=4, temperature=0) for each in videos]
-            assert ours.token_ids == brought.token_ids
-            if version == "4.5":
-                await check_cached_groups(stack)
-
-
-async def check_embeddings(stack: Stack, client: GridsieveClient, *pictures: bytes) -> None:
-    """Images, with slices and without, are answered alike by their pixels and by their embeddings."""
-    pixels = [Image(data=each) for each in pictures]
-    encoded = await encode(stack.addresses["encoder"], pixels)
-    options: Any = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "logprobs": True, "timeout_s": 60}
-    ours = await client.ask(pixels, QUESTION, **options)
-    brought = await client.ask([Image(embeds=each.as_embeds()) for each in encoded], QUESTION, **options)
-    assert ours.usage.prompt_tokens == brought.usage.prompt_tokens
-    assert ours.token_ids == brought.token_ids
-    assert ours.logprobs == pytest.approx(brought.logprobs, abs=1e-4)
-    one = encoded[0].as_embeds()
-    for wrong, named in (
-        ({"tile_columns": one.grid.h}, r"embeds\.tile_columns must divide the image's tiles"),
-        ({"grid": Grid(1, 1, one.grid.tokens)}, rf"embeds\.grid\.w must be {one.grid.w}"),
-    ):
-        with pytest.raises(InvalidRequest, match=named):
-            await client.ask(Image(embeds=replace(one, **wrong)), QUESTION)
-
-
-async def check_cached_groups(stack: Stack) -> None:
-    """The encoder answers for the same groups from its cache, and not for groups whose frames have other times."""
-    shown, times = (PICTURE,) * 372, [number / 4 for number in range(372)]
-    later = [*times[:4], times[4] + 0.2, *times[5:]]  # the middle of three
-    found, decoded = [], []
-    for each in (times, times, later):
-        before = metric(stack, "preprocessing", "gridsieve_preprocessing_frames_total")
-        (made,) = await encode(stack.addresses["encoder"], Video(frames=Frames(shown, tuple(each))))
-        assert made.plan.frames.group_frames == 3
-        await idle(stack)
-        decoded.append(metric(stack, "preprocessing", "gridsieve_preprocessing_frames_total") - before)
-        found.append(made.values)
-    assert decoded == [372, 0, 372]
-    assert np.array_equal(found[0], found[1])
-    assert not np.array_equal(found[0][0, 4:8], found[2][0, 4:8])
 
 
 async def plan_and_frames(preprocessing: str, parts: Sequence[Part]) -> tuple[PromptPlan, list[list[Tensor]]]:

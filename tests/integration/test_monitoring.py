@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes real services: every rule and every query of the dashboard finds data."""
+"""A real Prometheus scrapes real services: every rule, dashboard and autoscaler of `deploy` finds its data."""
 
 from __future__ import annotations
 
@@ -14,31 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from deploy.grafana import dashboard
 from gridsieve import sync
+from gridsieve.bench.metrics import read_metrics
 from gridsieve.cli.launcher import SERVICES
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.live_events import LiveSlice
 from gridsieve.client.prompt import Image, Video
 from gridsieve.common.contract import errors
 from tests import media
-from tests.integration.conftest import another_generation
-from tests.integration.fleet import Service, Stack, started
+from tests.deploy.kustomization import build
+from tests.integration.fleet import Service, Stack
 from tests.integration.gateway import Gateway
 from tests.integration.prometheus import Prometheus, left, scraping
 from tests.rules import ALERTS, RECORDS, RULES
 
 BOARD = json.loads(dashboard.PATH.read_text())
 PANELS = BOARD["panels"]
-
-
-@pytest.fixture(scope="module")
-def replica(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A second preprocessing service."""
-    service = Service("preprocessing", tiny_checkpoint, tmp_path_factory.mktemp("replica"))
-    with started(service):
-        yield service
+KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 
 
 class Camera(BaseHTTPRequestHandler):
@@ -57,22 +52,18 @@ class Camera(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def live(
-    stack: Stack, tiny_checkpoint: Path, fetch_port: int, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Service]:
+def live(live_stack: Stack, fetch_port: int) -> Iterator[Service]:
     """A second generation service, of which a live session watches a camera."""
-    flags = ("--kv-cache-tokens", "2048", "--live-tokens", "640")
     server = ThreadingHTTPServer(("127.0.0.1", fetch_port), Camera)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever).start()
     try:
         with (
-            another_generation(stack, tiny_checkpoint, tmp_path_factory.mktemp("live"), *flags) as service,
-            sync.GridsieveClient(service.address) as client,
+            sync.GridsieveClient(live_stack.address) as client,
             client.live(source=f"http://localhost:{fetch_port}/", source_name="door", answer_tokens=128) as session,
         ):
             next(each for each in session.events() if isinstance(each, LiveSlice))
-            yield service
+            yield live_stack.services["generation"]
     finally:
         server.shutdown()
         server.server_close()
@@ -83,17 +74,15 @@ def watching(
     prometheus: str,
     stack: Stack,
     door: Gateway,
-    replica: Service,
     live: Service,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Prometheus]:
     """A Prometheus that has scraped the services while they answered requests of every kind."""
     ports = {service: [port] for service, port in stack.metrics_ports.items()}
-    ports["preprocessing"].append(replica.metrics_port)
     ports["generation"].append(live.metrics_port)
     folder = tmp_path_factory.mktemp("prometheus")
     with scraping(prometheus, folder, {**ports, "gateway": [door.port]}) as scraped:
-        assert not left({"scraped": "up == 1"}, lambda expression: len(scraped.query(expression)) == len(SERVICES) + 3)
+        assert not left({"scraped": "up == 1"}, lambda expression: len(scraped.query(expression)) == len(SERVICES) + 2)
         asyncio.run(ask_everything(stack.address))
         yield scraped
 
@@ -140,7 +129,7 @@ def test_the_stages_stack_up_to_the_mean_time_to_first_token(watching: Prometheu
     assert float(watching.query(ratio)[0]["value"][1]) == pytest.approx(1, abs=1e-3)
 
 
-def test_every_rule_has_data_and_none_fails(watching: Prometheus) -> None:
+def test_every_rule_has_data_and_none_fails_or_fires(watching: Prometheus) -> None:
     def uncompared(expression: str) -> str:
         """An alert without its comparison, and without that to yesterday."""
         return re.sub(r"([<>]=?|[!=]=) [\d.]+", "", expression.replace(" offset 1d", ""))
@@ -156,14 +145,56 @@ def test_every_rule_has_data_and_none_fails(watching: Prometheus) -> None:
     rules = [rule for group in watching.get("rules")["groups"] for rule in group["rules"]]
     assert len(rules) == len(RULES)
     assert [rule for rule in rules if rule["health"] != "ok" or rule.get("lastError")] == []
-
-
-def test_only_a_replica_that_is_gone_raises_an_alert(watching: Prometheus, replica: Service) -> None:
     assert watching.query('ALERTS{alertstate="firing"}') == []
-    replica.kill()
-    instance = f"127.0.0.1:{replica.metrics_port}"
-    raised = f'ALERTS{{alertname="GridsieveReplicaDown", job="preprocessing", instance="{instance}"}}'
-    assert not left({"gone": raised}, watching.query)
-    # On a busy machine a scrape may come too late; the next one ends that alert.
-    others = 'ALERTS{alertname="GridsieveServiceDown"}'
-    assert not left({"raised": others}, lambda expression: not watching.query(expression))
+
+
+# --- autoscalers, which read metrics by the rules of prometheus-adapter ---------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scalers() -> list[Any]:
+    """The specs of the autoscalers."""
+    return [each["spec"] for each in build(KUBERNETES / "base") if each["kind"] == "HorizontalPodAutoscaler"]
+
+
+@pytest.fixture(scope="module")
+def rules() -> list[Any]:
+    return yaml.safe_load((KUBERNETES / "components" / "monitoring" / "adapter.yaml").read_text())["rules"]["custom"]
+
+
+def served_by(rules: list[Any], name: str) -> Any:
+    """The one rule of the adapter that serves a metric of this name."""
+
+    def serves(rule: Any) -> bool:
+        pattern = re.search(r'__name__=~"([^"]+)"', rule["seriesQuery"])
+        return bool(re.fullmatch(pattern[1], name)) if pattern else bool(rule["name"]["as"] == name)
+
+    (rule,) = filter(serves, rules)
+    return rule
+
+
+def test_each_autoscaler_scales_its_deployment(scalers: list[Any]) -> None:
+    deployments = [each for each in build(KUBERNETES / "base") if each["kind"] == "Deployment"]
+    assert not [each for each in deployments if "replicas" in each["spec"]]
+    targets = sorted(spec["scaleTargetRef"]["name"] for spec in scalers)
+    assert targets == sorted(each["metadata"]["name"] for each in deployments)
+    assert all(2 <= spec["minReplicas"] < spec["maxReplicas"] for spec in scalers)  # one serves while one is replaced
+
+
+async def test_every_series_of_an_autoscaler_is_served_by_a_rule_and_exported_by_a_service(
+    scalers: list[Any], rules: list[Any], stack: Stack
+) -> None:
+    samples: dict[str, set[tuple[str, str]]] = {}
+    for each in await read_metrics([f"127.0.0.1:{port}" for port in stack.metrics_ports.values()]):
+        for name, labels in each:
+            samples.setdefault(name, set()).update(labels)
+    metrics = [each["pods"]["metric"] for spec in scalers for each in spec["metrics"] if each["type"] == "Pods"]
+    assert len(metrics) == 5
+    for metric in metrics:
+        rule = served_by(rules, metric["name"])
+        assert 'namespace!="",pod!=""' in rule["seriesQuery"]
+        queries = f"{rule['seriesQuery']} {rule['metricsQuery']}"
+        queried = re.findall(r"gridsieve_\w+", queries) if "name" in rule else [metric["name"]]
+        assert [name for name in queried if name not in samples] == []
+        assert metric.get("selector", {}).get("matchLabels", {}).items() <= samples[queried[0]]
+        assert set(re.findall(r'(stage)="(\w+)"', queries)) <= samples[queried[0]]

@@ -182,7 +182,7 @@ def system(text: str) -> prompt_pb2.Message:
     return prompt_pb2.Message(role=prompt_pb2.ROLE_SYSTEM, parts=[prompt_pb2.Part(text=text)])
 
 
-async def test_a_cancelled_response_ends_and_the_session_goes_on(door: Gateway, live_stack: Stack) -> None:
+async def test_a_cancelled_response_ends_and_the_session_goes_on(door: Gateway) -> None:
     async with talking(door, WATCHING | {"max_output_tokens": None}) as talk:
         await talk.show(0, 2)
         for _ in range(2):
@@ -203,10 +203,6 @@ async def test_a_cancelled_response_ends_and_the_session_goes_on(door: Gateway, 
         added = [each for each in talk.seen if each["type"] == "conversation.item.added"]
         before = [None, *(each["item"]["id"] for each in added[:-1])]
         assert [each["previous_item_id"] for each in added] == before
-    generation = live_stack.services["generation"]
-    async with asyncio.timeout(1):  # from the moment the client left
-        while await asyncio.to_thread(generation.in_use):
-            await asyncio.sleep(0.05)
 
 
 def made(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -361,19 +357,6 @@ async def test_every_field_of_openais_schema_is_taken_at_its_neutral_value(door:
                 await taken({"type": "response.create"} | fields, "response.done")
         event, _ = parse(b'{"type": "response.cancel", "response_id": null, "event_id": null}')
         assert not isinstance(event, InvalidRequest)
-
-
-async def test_a_trigger_asks_by_itself(door: Gateway) -> None:
-    response = {"instructions": QUESTION, "conversation": "none", "max_output_tokens": 16, "metadata": {"who": "me"}}
-    response["gridsieve"] = {"structured_outputs": {"json": {"enum": ["yes", "no"]}}}
-    own = OWN | {"triggers": [{"every_s": 1, "response": response}]}
-    async with talking(door, WATCHING | {"gridsieve": own}) as talk:
-        await talk.show(0, 4)
-        done = (await talk.until("response.done"))["response"]
-        await talk.by.session.update(session={"type": "realtime", "temperature": 1})
-        await talk.until("session.updated")
-    assert done["metadata"] == {"who": "me"}
-    assert done["output"][0]["content"][0]["text"] in ('"yes"', '"no"')
 
 
 async def refusal(door: Gateway, **options: Any) -> tuple[int, str]:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from playwright.async_api import async_playwright, expect
 
-from tests.integration.fleet import Stack, media_port, metric_in, until
+from tests.integration.fleet import Stack, exported_at, media_port, metric_in, until
 from tests.integration.gateway import Gateway
 from tests.integration.test_live_streams import film
 from tests.integration.test_realtime import ANSWER_MS, OWN, QUESTION, WATCHING, image, made, talking, updated
@@ -25,7 +25,16 @@ WATCHED = WATCHING | {"gridsieve": OWN | {"source": URL, "source_name": "door", 
 # Of a drawn frame: without its picture, what is dimmed is dark, and the rest empty.
 BRIGHTEST = """(canvas) => Math.max(...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data
   .filter((_, place) => place % 4 < 3))"""
-TRIGGER = {"every_s": 1, "response": {"instructions": QUESTION, "conversation": "none", "max_output_tokens": 4}}
+TRIGGER = {
+    "every_s": 1,
+    "response": {
+        "instructions": QUESTION,
+        "conversation": "none",
+        "max_output_tokens": 16,
+        "metadata": {"who": "me"},
+        "gridsieve": {"structured_outputs": {"json": {"enum": ["yes", "no"]}}},
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +111,9 @@ async def test_over_http_slices_and_answers_come_until_the_client_leaves_or_the_
         async for event in watched(http, body):
             if event["type"] == "response.done":
                 break
-        await until(lambda: metric_in(http_metrics(door), "gridsieve_requests_running", method="Live") == 0)
+        await until(
+            lambda: metric_in(exported_at(f"{door.url}/metrics"), "gridsieve_requests_running", method="Live") == 0
+        )
         await until(lambda: not live_stack.services["generation"].in_use())
         seen = []
         async for event in watched(http, body):
@@ -113,14 +124,11 @@ async def test_over_http_slices_and_answers_come_until_the_client_leaves_or_the_
     assert kinds[0] == "session.created"
     assert kinds.count("response.created") == kinds.count("response.done") > 0
     assert kinds.index("gridsieve.slice") < kinds.index("response.created")
-    assert seen[kinds.index("response.done")]["response"]["output"][0]["content"][0]["text"]
+    done = seen[kinds.index("response.done")]["response"]
+    assert done["metadata"] == {"who": "me"}
+    assert done["output"][0]["content"][0]["text"] in ('"yes"', '"no"')
     assert [event["state"] for event in seen if event["type"] == "gridsieve.stream"][-1] == "ended"
     assert "error" not in kinds
-
-
-def http_metrics(door: Gateway) -> str:
-    with door.http() as http:
-        return http.get("/metrics").text
 
 
 def test_over_http_wrong_fields_are_refused_by_name(door: Gateway) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import grpc
@@ -29,6 +31,7 @@ from tests.served import served
 CLIP, PICTURE = media.clip(8, fps=4), media.picture(60, 90)
 CLIP_URL, PICTURE_URL = data_url("video/mp4", CLIP), data_url("image/png", PICTURE)
 ASKED = {"temperature": 0, "max_output_tokens": 8}
+EVENT = TypeAdapter(ResponseStreamEvent)
 WITH_LOGPROBS = {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"]}
 WEATHER = {
     "type": "function",
@@ -157,7 +160,7 @@ def events_in(text: str) -> list[dict[str, Any]]:
         name, data = block.split("\n")
         events.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {events[-1]['type']}"
-        TypeAdapter(ResponseStreamEvent).validate_python(events[-1])
+        EVENT.validate_python(events[-1])
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 
@@ -266,17 +269,19 @@ def test_the_old_completions_name_the_path_to_use(http: httpx.Client) -> None:
 
 
 CALLS = (("call_1", "weather", '{"city":"Kyoto"}'), ("call_2", "weather", '{"city":"Rome"}'))
-
-
 CALLING_MAX_BYTES = 50_000
 """Of one client of `calling`."""
 
 
 class Played(generation_pb2_grpc.GenerationServiceServicer):
-    """Generation that answers with text and two calls, is cut off inside the second, or fails inside the first."""
+    """Generation that answers with text and two calls, is cut off inside the second, or fails inside the first.
+
+    Asked to go on, it says more before the calls until `enough` is set.
+    """
 
     def __init__(self) -> None:
         self.asked = generation_pb2.GenerateRequest()
+        self.enough = threading.Event()
 
     async def ListModels(self, request: Any, context: Any) -> AsyncIterator[Any]:
         yield generation_pb2.ListModelsResponse(name="scripted", max_model_len=100)
@@ -288,6 +293,9 @@ class Played(generation_pb2_grpc.GenerationServiceServicer):
         yield generation_pb2.GenerateResponse(accepted=generation_pb2.Accepted(request_id="r", usage=usage))
         yield delta(text="Let me ", token_ids=[1])
         yield delta(text="see.", token_ids=[2])
+        while told == "go on" and not self.enough.is_set():
+            yield delta(text="so ", token_ids=[1])
+            await asyncio.sleep(0.02)
         begun = [{"index": index, "id": call_id, "name": name} for index, (call_id, name, _) in enumerate(CALLS)]
         if told == "at once":
             rest = [{"index": index, "arguments": arguments} for index, (_, _, arguments) in enumerate(CALLS)]
@@ -482,59 +490,14 @@ def test_a_conversation_that_is_continued_counts_in_the_callers_budget(calling: 
     assert f"--max-bytes-per-client is {CALLING_MAX_BYTES}" in refused.json()["error"]["message"]
 
 
-CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": "{}"}
-RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "Rain."}
-SENT_UNASKED: dict[str, dict[str, Any]] = {
-    "openai-agents 0.24, after a call": {
-        "include": [],
-        "input": [{"role": "user", "content": "Hi"}, CALL | {"id": "fc_1", "status": "completed"}, RESULT],
-        "tools": [WEATHER | {"strict": True}],
-    },
-    "AI SDK 3.0, after a call": {
-        "input": [{"role": "user", "content": [WHY]}, CALL, RESULT],
-        "tools": [WEATHER],
-        "tool_choice": "auto",
-    },
-    "AI SDK 3.0, store: false": {
-        "input": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [WHY]},
-            {"role": "assistant", "content": [{"type": "output_text", "text": "So."}], "id": "msg_1"},
-            {"role": "user", "content": [WHY]},
-        ],
-        "store": False,
-    },
-    "inspect-ai 0.3.285": {
-        "include": ["reasoning.encrypted_content"],
-        "input": [{"type": "message", "role": "user", "content": [WHY]}],
-        "reasoning": {"summary": "auto"},
-        "store": False,
-        "text": {"format": {"type": "json_schema", "name": "a", "schema": {}, "description": "a", "strict": None}},
-    },
-    "LlamaIndex 0.8": {
-        **dict.fromkeys(("include", "instructions", "max_output_tokens", "metadata", "previous_response_id", "user")),
-        "input": "Hi",
-        "store": False,
-        "stream": False,
-        "temperature": 0.1,
-        "top_p": 1.0,
-        "tools": [],
-        "truncation": "disabled",
-    },
-    "pydantic-ai 2.68": {
-        "instructions": "Be brief.",
-        "input": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, CALL, RESULT],
-        "tools": [WEATHER | {"strict": True}],
-        "tool_choice": "required",
-        "stream": True,
-    },
-}
+SENT: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "client_requests_of_responses.json").read_text())
+"""Bodies that clients sent by default. Texts are ours."""
 
 
-@pytest.mark.parametrize("name", SENT_UNASKED)
+@pytest.mark.parametrize("name", SENT)
 def test_what_clients_send_unasked_is_answered(calling: Gateway, name: str) -> None:
     with calling.http() as http:
-        http.post("/v1/responses", json={"model": "scripted"} | SENT_UNASKED[name]).raise_for_status()
+        http.post("/v1/responses", json={"model": "scripted"} | SENT[name]).raise_for_status()
 
 
 def test_a_schema_sent_along_with_a_required_call_is_not_asked_for(calling: Gateway, played: Played) -> None:

@@ -22,6 +22,7 @@ from demo.example import CLIP, QUESTIONS
 from gridsieve.cli.launcher import listens
 from gridsieve.common.checkpoint import DEMO_MODEL
 from gridsieve.common.process import free_port
+from tests.gridsieve import test_readme as readme
 from tests.integration.fleet import ROOT, until
 from tests.processes import children, runs
 
@@ -47,10 +48,27 @@ class Serving:
 
     def python(self, *arguments: str | Path) -> str:
         """Runs Python in the project's folder, with the addresses of the services; returns what it prints."""
-        _, encoder, generation, _ = self.addresses
-        addresses = {"GRIDSIEVE_SERVER": generation, "GRIDSIEVE_ENCODER": encoder, "OPENAI_BASE_URL": self.url}
-        asked, environment = [sys.executable, *arguments], {**os.environ, **addresses, "PYTHONPATH": str(ROOT)}
-        return subprocess.run(asked, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+        return self._output(sys.executable, *arguments)
+
+    def shell(self, command: str) -> str:
+        """As `python`, of a command of the README, whose addresses are those of the services."""
+        for default, address in (("127.0.0.1:50053", self.addresses[2]), ("127.0.0.1:8000", self.addresses[3])):
+            command = command.replace(default, address)
+        return self._output("bash", "-c", command)
+
+    def _output(self, *command: str | Path) -> str:
+        preprocessing, encoder, generation, _ = self.addresses
+        environment = {
+            **os.environ,
+            "GRIDSIEVE_SERVER": generation,
+            "GRIDSIEVE_ENCODER": encoder,
+            "GRIDSIEVE_INSPECT_ENCODER": encoder,
+            "GRIDSIEVE_INSPECT_PREPROCESSING": preprocessing,
+            "OPENAI_BASE_URL": self.url,
+            "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+        }
+        return subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +84,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     flags = ("--preprocessing-listen", "--encoder-listen", "--listen", "--http-listen")
     command = [sys.executable, "-m", "gridsieve", "serve", "--model", REPOSITORY, "--metrics-port", "0"]
     command += [f"{flag}={address}" for flag, address in zip(flags, addresses, strict=True)]
-    command += ["--encoder-compile=off", "--generation-compile=off"]
+    command += ["--encoder-compile=off", "--generation-compile=off", "--media-root=demo"]
     environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "KMP_SETTINGS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
         try:
@@ -108,10 +126,15 @@ def test_the_encoder_and_generation_compute_with_the_openmp_of_intel(serving: Se
     assert sum("KMP_BLOCKTIME=1" in line for line in serving.printed) == 2 * 2
 
 
+def test_the_commands_of_the_readme_that_ask_are_answered(serving: Serving, tmp_path: Path) -> None:
+    asked = readme.commands()[3:10]
+    told = [serving.shell(command.replace("kept.png", str(tmp_path / "kept.png"))) for command in asked]
+    readme.check_answers(asked, told, tmp_path)
+
+
 def test_the_examples_print_what_they_promise(serving: Serving, tmp_path: Path) -> None:
     shutil.copy(CLIP, tmp_path / "a.mp4")
     (tmp_path / "b.mp4").write_bytes(b"no video")
-    assert serving.run("ask.py", CLIP, QUESTION.text).splitlines()[0] == QUESTION.answer
     for script in ("stream.py", "openai_client.py"):
         assert serving.run(script, CLIP, QUESTION.text) == f"{QUESTION.answer}\n"
     seen = [line.partition(" s: ") for line in serving.run("watch.py", CLIP, QUESTION.text, "4").splitlines()]

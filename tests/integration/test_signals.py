@@ -6,7 +6,6 @@ A single preprocessing service, which starts quickly, and the fleet with request
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import resource
 import signal
@@ -98,20 +97,6 @@ async def test_a_second_signal_ends_a_service_at_once(start: Start) -> None:
             with pytest.raises(errors.Unavailable, match="cannot be reached"), upstream_errors("preprocessing"):
                 await call.read()
             await until(lambda: not any(map(runs, workers)))
-
-
-async def test_a_signal_ends_a_service_that_is_not_ready_at_once(start: Start) -> None:
-    service = start()
-    await until(lambda: children(service.pid))
-    service.tell(signal.SIGTERM)
-    assert await asyncio.to_thread(service.ended) == 128 + signal.SIGTERM
-
-
-async def test_a_service_that_cannot_start_logs_why_and_ends_with_2(start: Start) -> None:
-    service = start("--media-root", "/nowhere")
-    assert await asyncio.to_thread(service.ended) == ExitStatus.CANNOT_START
-    last = json.loads(service.log().splitlines()[-1])
-    assert (last["event"], last["error"]) == ("cannot start", "--media-root /nowhere is not a folder")
 
 
 async def test_a_service_whose_workers_cannot_start_is_unhealthy_until_they_can(start: Start) -> None:

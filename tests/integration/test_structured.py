@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
-import openai
 import pytest
 
 from gridsieve import GridsieveClient, Video
-from gridsieve.client.answer import Answer, FinishReason
+from gridsieve.client.answer import FinishReason
 from gridsieve.client.prompt import Options
 from gridsieve.common.contract.errors import InvalidRequest
 from tests import media
-from tests.integration.conftest import another_generation
-from tests.integration.fleet import Service, Stack
-from tests.integration.gateway import Gateway, question
 
 CLIP = media.clip(8, fps=4)
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -41,16 +35,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "pattern": {"type": "string", "pattern": "^[a-c]{2,4}-[0-9]{3}$"},
     "choice": {"anyOf": [{"const": "yes"}, {"type": "number", "minimum": 0, "maximum": 1}]},
 }
-ASKED = [*SCHEMAS.items(), *((f"long list, {place}", SCHEMAS["long list"]) for place in ("left", "right"))]
 SAMPLED = Options(temperature=1.0, seed=3, max_new_tokens=100)
-
-
-@pytest.fixture
-def drafting(stack: Stack, tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Service]:
-    """Generation with draft tokens, and room for two answers: others are preempted."""
-    flags = ("--speculative-tokens", "4", "--kv-cache-tokens", "192", "--max-num-batched-tokens", "64")
-    with another_generation(stack, tiny_checkpoint, tmp_path, *flags) as service:
-        yield service
 
 
 async def test_every_completion_satisfies_its_schema(client: GridsieveClient) -> None:
@@ -69,21 +54,6 @@ async def test_an_object_is_json_and_one_that_is_cut_off_its_beginning(client: G
     cut = await client.ask(None, "Why?", json_object=True, **(SAMPLED | {"max_new_tokens": 3}))
     assert cut.reason is FinishReason.LENGTH
     assert answer.text.startswith(cut.text)
-
-
-async def test_neighbours_drafts_and_preemption_do_not_change_a_document(
-    client: GridsieveClient, drafting: Service
-) -> None:
-    def all_of(asked: GridsieveClient) -> list[Awaitable[Answer]]:
-        documents = [asked.ask(Video(data=CLIP), name, json_schema=schema, **SAMPLED) for name, schema in ASKED]
-        return [*documents, asked.ask(None, "What is what is what", max_new_tokens=60, temperature=0)]
-
-    async with GridsieveClient(drafting.address) as other:
-        alone = [(await each).token_ids for each in all_of(client)]
-        assert [each.token_ids for each in await asyncio.gather(*all_of(client))] == alone
-        assert [each.token_ids for each in await asyncio.gather(*all_of(other))] == alone
-    for name in ("preemptions", "accepted_draft_tokens"):
-        assert drafting.metric(f"gridsieve_generation_{name}_total") > 0
 
 
 @pytest.mark.parametrize(
@@ -111,12 +81,3 @@ async def test_a_schema_that_cannot_be_held_is_refused_with_its_place(
 ) -> None:
     with pytest.raises(InvalidRequest, match=why):
         await client.ask(None, "Why?", **options)
-
-
-def test_openai_clients_get_documents(door: Gateway) -> None:
-    schema = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMAS["nested"], "strict": True}}
-    body = question("Why?", response_format=schema) | {"max_tokens": 400}
-    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="unused") as asked:
-        model = asked.models.list().data[0].id
-        answer = asked.chat.completions.create(model=model, **body)
-        jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SCHEMAS["nested"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -18,10 +17,9 @@ import httpx
 import numpy as np
 import PIL.Image
 import pytest
-from typer.testing import CliRunner
 
 from gridsieve import Grid, GridsieveClient, Image, Pruning, Video, encode
-from gridsieve.__main__ import app
+from gridsieve.client.encoding import Encoded
 from gridsieve.common.contract.retention import AUTO_THRESHOLD, METHODS
 from tests import media
 from tests.integration.conftest import another_generation
@@ -72,17 +70,18 @@ def automatic(stack: Stack, tiny_checkpoint: Path, tmp_path_factory: pytest.Temp
         yield Automatic(generation, door.url)
 
 
-def by_python(asked: Automatic, data: bytes, pruning: Mapping[str, float], _: Path) -> Counts:
-    options: Any = {f"pruning_{name}": value for name, value in pruning.items()}
-    return asyncio.run(counted(asked, Video(data=data), options))
+def by_python(asked: Automatic, data: bytes, pruning: Mapping[str, float]) -> Counts:
+    return asyncio.run(
+        asked_about(asked, Video(data=data), {f"pruning_{name}": each for name, each in pruning.items()})
+    )
 
 
-def by_python_of_a_video(asked: Automatic, data: bytes, pruning: Mapping[str, float], _: Path) -> Counts:
+def by_python_of_a_video(asked: Automatic, data: bytes, pruning: Mapping[str, float]) -> Counts:
     own = Pruning(**pruning)  # type: ignore[arg-type]
-    return asyncio.run(counted(asked, Video(data=data, pruning=own), {"pruning_method": "vcast"}))
+    return asyncio.run(asked_about(asked, Video(data=data, pruning=own), {"pruning_method": "vcast"}))
 
 
-async def counted(asked: Automatic, part: Video, options: Any) -> Counts:
+async def asked_about(asked: Automatic, part: Video, options: Any) -> Counts:
     async with GridsieveClient(asked.address) as client:
         usage = (await client.ask(part, "What moves?", **options, max_new_tokens=1)).usage
     (item,) = usage.media
@@ -90,17 +89,8 @@ async def counted(asked: Automatic, part: Video, options: Any) -> Counts:
     return item.grid, item.num_kept, item.pruning_rate
 
 
-def by_command(asked: Automatic, data: bytes, pruning: Mapping[str, float], folder: Path) -> Counts:
-    (folder / "clip.png").write_bytes(data)
-    flags = [f"--pruning-{name}={value}" for name, value in pruning.items()]
-    command = ["ask", str(folder / "clip.png"), "What moves?", *flags, "--server", asked.address]
-    answer = CliRunner().invoke(app, [*command, "--max-new-tokens", "1", "--json"])
-    (item,) = json.loads(answer.stdout)["usage"]["media"]
-    return Grid(**item["grid"]), item["num_kept"], item["pruning_rate"]
-
-
-def by_http(path: str) -> Callable[[Automatic, bytes, Mapping[str, float], Path], Counts]:
-    def counts(asked: Automatic, data: bytes, pruning: Mapping[str, float], _: Path) -> Counts:
+def by_http(path: str) -> Callable[[Automatic, bytes, Mapping[str, float]], Counts]:
+    def counts(asked: Automatic, data: bytes, pruning: Mapping[str, float]) -> Counts:
         url = data_url("image/png", data)
         body = question(video(url), "What moves?", max_tokens=1)
         if path == "/v1/responses":
@@ -127,7 +117,6 @@ def told(asked: Automatic, path: str, body: Mapping[str, Any]) -> list[Counts]:
 DOORS = {
     "Python": by_python,
     "a video of its own": by_python_of_a_video,
-    "the command": by_command,
     "chat completions": by_http("/v1/chat/completions"),
     "responses": by_http("/v1/responses"),
     "the kept tokens": by_http("/v1/gridsieve/kept"),
@@ -141,10 +130,10 @@ def at_most(grid: Grid, rate: float) -> int:
 
 @pytest.mark.parametrize("door", DOORS)
 def test_a_threshold_keeps_what_changed_and_usage_says_the_rate_that_came_of_it(
-    automatic: Automatic, tmp_path: Path, door: str
+    automatic: Automatic, door: str
 ) -> None:
     for threshold, changed in ((AUTO_THRESHOLD, True), (ABOVE_ANY_CHANGE, False)):
-        grid, num_kept, rate = DOORS[door](automatic, BUSY, {"rate": 0.25, "threshold": threshold}, tmp_path)
+        grid, num_kept, rate = DOORS[door](automatic, BUSY, {"rate": 0.25, "threshold": threshold})
         assert grid.slice_tokens < at_most(grid, 0.25) < grid.tokens
         assert num_kept == (at_most(grid, 0.25) if changed else grid.slice_tokens)
         assert rate == pytest.approx(1 - num_kept / grid.tokens)
@@ -164,6 +153,11 @@ SAID: dict[str, tuple[Pruning, Pruning, Callable[[Grid], int]]] = {
         lambda grid: grid.slice_tokens + (grid.t - 1) * (grid.slice_tokens * 2 // 5),
     ),
 }
+
+
+def test_of_a_busy_clip_a_request_that_says_nothing_keeps_what_the_services_rate_leaves(automatic: Automatic) -> None:
+    grid, num_kept, _ = by_python(automatic, BUSY, {})
+    assert num_kept == at_most(grid, RATE)
 
 
 @pytest.mark.parametrize("name", SAID)
@@ -189,44 +183,28 @@ def test_what_a_request_does_not_say_is_as_the_service_was_told(automatic: Autom
 
 def test_a_rate_without_a_method_is_by_pixels_and_that_of_embeddings_by_evs(stack: Stack, automatic: Automatic) -> None:
     """By every door, also where the service has a threshold."""
-    encoder, clip = stack.addresses["encoder"], Video(data=BUSY)
+    half, clip = Pruning(0.5), Video(data=BUSY)
 
-    def counted(method: str) -> float:
-        labels = {"method": method, "pruning": "before"}
-        return metric_in(
-            exported(automatic.generation.metrics_port), "gridsieve_generation_media_tokens_total", **labels
-        )
+    def encoded(part: Video, pruning: Pruning) -> Encoded:
+        (made,) = asyncio.run(encode(stack.addresses["encoder"], part, pruning))
+        return made
 
-    async def asked(part: Video) -> tuple[int, float, float]:
-        """How many tokens are kept, and how many were counted under both methods."""
-        before = [counted(method) for method in ("pixel_change", "evs")]
-        async with GridsieveClient(automatic.address) as client:
-            (item,) = (await client.ask(part, "What moves?", pruning_rate=0.5, max_new_tokens=1)).usage.media
-        by_pixels, by_evs = [
-            counted(method) - each for method, each in zip(("pixel_change", "evs"), before, strict=True)
-        ]
-        return item.num_kept, by_pixels, by_evs
+    def counted() -> list[float]:
+        text, name = exported(automatic.generation.metrics_port), "gridsieve_generation_media_tokens_total"
+        return [metric_in(text, name, method=method, pruning="before") for method in ("pixel_change", "evs")]
 
-    (whole,), (chosen,), (named,) = [
-        asyncio.run(encode(encoder, clip, each)) for each in (Pruning(), Pruning(0.5), Pruning(0.5, "pixel_change"))
-    ]
-    tokens, embeds = whole.plan.grid.tokens, Video(embeds=whole.as_embeds())
-    assert (whole.kept.size, chosen.pruning.method) == (tokens, "pixel_change")
+    whole, chosen, named = (encoded(clip, each) for each in (Pruning(), half, Pruning(0.5, "pixel_change")))
+    tokens, embeds = whole.plan.grid.tokens, whole.as_embeds()
+    by_evs = encoded(Video(embeds=embeds), half)
+    assert (chosen.pruning.method, by_evs.pruning.method) == ("pixel_change", "evs")
     assert np.array_equal(chosen.kept, named.kept)
-    assert asyncio.run(asked(clip)) == (tokens // 2, tokens, 0)
-    assert asyncio.run(asked(embeds)) == (tokens // 2, 0, tokens)
-    (by_evs,) = asyncio.run(encode(encoder, embeds, Pruning(0.5)))
-    assert by_evs.pruning.method == "evs"
-    body = question(brought("video_embeds", whole.as_embeds()), pruning={"rate": 0.5})
+    for part, grown in ((clip, [tokens, 0]), (Video(embeds=embeds), [0, tokens])):
+        before = counted()
+        _, num_kept, _ = asyncio.run(asked_about(automatic, part, {"pruning_rate": 0.5}))
+        assert (num_kept, [now - then for now, then in zip(counted(), before, strict=True)]) == (tokens // 2, grown)
+    body = question(brought("video_embeds", embeds), pruning={"rate": 0.5})
     answer = httpx.post(f"{automatic.url}/v1/gridsieve/kept", json=body, trust_env=False).raise_for_status().json()
     assert answer["media"][0]["kept"] == by_evs.kept.tolist()
-
-
-def test_of_a_busy_clip_a_request_that_says_nothing_keeps_what_the_services_rate_leaves(
-    automatic: Automatic, tmp_path: Path
-) -> None:
-    grid, num_kept, _ = by_python(automatic, BUSY, {}, tmp_path)
-    assert num_kept == at_most(grid, RATE)
 
 
 def test_the_services_threshold_and_where_each_method_acts_are_told_with_its_models(automatic: Automatic) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -131,7 +130,7 @@ async def watch(stack: Stack, cameras: Cameras, count: int, minutes: int) -> Rep
     """Watches all cameras to the ends of their films."""
     logged = {name: len(stack.log(name)) for name in stack.services}
     all_watched, samples = [Watched() for _ in range(count)], list[Sample]()
-    sampling = asyncio.create_task(_sample(stack, all_watched, samples))
+    sampling = asyncio.create_task(_sample(stack, samples))
     try:
         async with open_channel(stack.address, NO_CREDENTIALS) as channel, asyncio.TaskGroup() as group:
             for number, watched in enumerate(all_watched):
@@ -178,21 +177,13 @@ async def _watch(channel: grpc.aio.Channel, cameras: Cameras, number: int, watch
         watched.faults.append(f"the session failed: {error!r}")
 
 
-async def _sample(stack: Stack, all_watched: Sequence[Watched], samples: list[Sample]) -> None:
+async def _sample(stack: Stack, samples: list[Sample]) -> None:
     """Until it is cancelled."""
     began_s, pids = time.monotonic(), {name: service.pid for name, service in stack.services.items()}
     while True:
         now_s = time.monotonic() - began_s
         found = await asyncio.to_thread(lambda: {name: proportional_bytes(pid) for name, pid in pids.items()})
         samples.append(Sample(now_s, found, {name: cpu_s(pid) for name, pid in pids.items()}))
-        minute, within_s = divmod(now_s, MINUTE_S)
-        if minute and within_s < SAMPLED_EVERY_S:
-            shown, dropped, answers = (_sum(all_watched, each) for each in ("shown", "dropped", "answers"))
-            print(
-                f"minute {minute:.0f}: {shown} frames shown, {dropped} dropped, {answers} answers, memory "
-                f"{', '.join(f'{name} {each / 2**20:.0f} MiB' for name, each in found.items())}",
-                file=sys.stderr,
-            )
         await asyncio.sleep(SAMPLED_EVERY_S - now_s % SAMPLED_EVERY_S)
 
 
@@ -242,19 +233,6 @@ def _reported(all_watched: Sequence[Watched], samples: Sequence[Sample], minutes
 
 def _sum(all_watched: Sequence[Watched], name: str) -> int:
     return sum(getattr(each, name) for each in all_watched)
-
-
-def show(report: Report) -> None:
-    print(
-        f"\n{report.cameras} cameras for {report.minutes} minutes: {report.sent} frames sent, {report.due} due, "
-        f"{report.came} came, {report.shown} shown, {report.dropped} dropped; {report.answers} answers; slices added "
-        f"{report.late_s:.1f} s after their last frame at most"
-    )
-    print(f"| service | cores | minute {report.early} | minute {report.minutes} | ratio (goal ≤ {AT_MOST}) | an hour |")
-    print("|---|---|---|---|---|---|")
-    for name, used in report.used.items():
-        mib = [f"{each / 2**20:.1f} MiB" for each in (used.early_bytes, used.late_bytes, used.hourly_bytes)]
-        print(f"| {name} | {used.cores:.2f} | {mib[0]} | {mib[1]} | {used.ratio:.3f} | {mib[2]} |")
 
 
 def _is_wrong(line: str) -> bool:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from gridsieve.common.contract.errors import DeadlinePassed, GridsieveError, Overloaded, Unavailable
 from tests.soak.questions import Question
 
-MOST_FAULTS_TOLD = 20
-
 
 @dataclass
 class Ledger:

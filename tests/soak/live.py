@@ -7,15 +7,14 @@
                 afterwards no service has more descriptors, blocks or upstream calls than before, at most six more
                 threads, and at most 32 MiB more memory
 
-Prints a report and exits with status 1 if memory grew, a pushed frame was dropped, a frame of a camera was not counted,
-a service logged a warning while it watched cameras, or anything was not given back.
+Prints a report as JSON and exits with status 1 if memory grew, a pushed frame was dropped, a frame of a camera was not
+counted, a service logged a warning while it watched cameras, or anything was not given back.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import io
 import json
 import multiprocessing
 import statistics
@@ -26,11 +25,12 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import av
 import grpc
 
 from benchmarks.live.session import Session
 from benchmarks.processes import resident_bytes, tree
+from demo.example import CLIP
+from gridsieve.cli import footage
 from gridsieve.cli.signals import unwind_on_signals
 from gridsieve.common.channels import open_channel
 from gridsieve.common.checkpoint import DEMO_MODEL
@@ -39,7 +39,6 @@ from gridsieve.v1.generation_pb2 import LiveClose
 from tests.integration.fleet import Service, Stack, at_rest, running
 from tests.soak import cameras
 
-CLIP = Path(__file__).parents[2] / "demo" / "clip.mp4"
 FPS = 2
 MINUTE_S = 60
 EARLY_MINUTE = 5
@@ -72,8 +71,6 @@ class Report:
 
     minutes: int
     took_s: float
-    slices: int
-    answers: int
     dropped: int
     early_bytes: dict[str, float]
     late_bytes: dict[str, float]
@@ -206,21 +203,8 @@ def more(found: dict[str, dict[str, int]], most: dict[str, dict[str, int]]) -> l
     ]
 
 
-def frames() -> list[bytes]:
-    """The clip at two frames a second, as JPEG files."""
-    pictures = []
-    with av.open(str(CLIP)) as container:
-        step = int((container.streams.video[0].average_rate or FPS) / FPS)
-        for number, frame in enumerate(container.decode(video=0)):
-            if not number % step:
-                file = io.BytesIO()
-                frame.to_image().save(file, "JPEG", quality=90)
-                pictures.append(file.getvalue())
-    return pictures
-
-
 async def soak(minutes: int, count: int, camera_count: int) -> Report:
-    pictures = frames()
+    pictures = [picture for _, picture in footage.pictures(str(CLIP), FPS)]
     async with cameras.filming(camera_count, minutes) as filmed:
         flags = {**FLAGS, "preprocessing": (*FLAGS["preprocessing"], *filmed.flags, "--max-streams", str(camera_count))}
         with running(DEMO_MODEL, flags=flags) as stack:
@@ -251,32 +235,7 @@ async def soak(minutes: int, count: int, camera_count: int) -> Report:
                 faults.append(f"still held without sessions: {still}")
             after = await settled(services, before)
             faults += more(after, before)
-    slices = minutes * MINUTE_S * FPS // 2
-    return Report(
-        *(minutes, took_s, slices, minutes, dropped, early, late, watched),
-        *(count, sessions_took_s, before, after, faults),
-    )
-
-
-def show(report: Report) -> None:
-    print(f"{report.minutes} minutes in {report.took_s:.0f} s: {report.slices} slices, {report.answers} answers")
-    print(
-        f"| service | minute {min(EARLY_MINUTE, report.minutes)} | minute {report.minutes} | ratio (goal ≤ {AT_MOST}) |"
-    )
-    print("|---|---|---|---|")
-    for name, early in report.early_bytes.items():
-        late = report.late_bytes[name]
-        print(f"| {name} | {early / 2**20:.1f} MiB | {late / 2**20:.1f} MiB | {late / early:.3f} |")
-    if report.cameras:
-        cameras.show(report.cameras)
-    print(f"\n{report.sessions} sessions in {report.sessions_took_s:.0f} s, before and after them")
-    print("| service | threads | descriptors | memory |")
-    print("|---|---|---|---|")
-    for name, before in report.before.items():
-        after = report.after[name]
-        kinds = [f"{before[kind]}, {after[kind]}" for kind in ("threads", "descriptors")]
-        print(f"| {name} | {kinds[0]} | {kinds[1]} | {before['bytes'] / 2**20:.1f}, {after['bytes'] / 2**20:.1f} MiB |")
-    print("\n".join(f"FAULT  {fault}" for fault in report.faults) or "No fault.")
+    return Report(*(minutes, took_s, dropped, early, late, watched), *(count, sessions_took_s, before, after, faults))
 
 
 def main() -> None:
@@ -286,14 +245,10 @@ def main() -> None:
     )
     parser.add_argument("--cameras", type=int, default=30)
     parser.add_argument("--sessions", type=int, default=1000)
-    parser.add_argument("--json", action="store_true", help="the report as JSON")
     args = parser.parse_args()
     unwind_on_signals()
     report = asyncio.run(soak(args.minutes, args.sessions, args.cameras))
-    if args.json:
-        print(json.dumps(asdict(report), indent=2))
-    else:
-        show(report)
+    print(json.dumps(asdict(report), indent=2))
     sys.exit(1 if report.faults else 0)
 
 

@@ -5,14 +5,10 @@ Fixed questions are asked once before the storm; later answers to them must be t
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-
-import numpy as np
-from PIL import Image as Picture
 
 from demo.drawing import encode
 from demo.scenes import random_scene
@@ -20,6 +16,7 @@ from gridsieve.bench.clips import stamped
 from gridsieve.client.prompt import Image, Options, PartLike, Video
 from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, MediaForbidden
 from gridsieve.common.contract.retention import AUTO_THRESHOLD, EVS, PIXEL_CHANGE
+from tests import media
 
 CLIPS = 6
 FIRST_SEED = 12_300_000
@@ -56,7 +53,7 @@ class Questions:
     def __init__(self, random: Random) -> None:
         self._random = random
         self._clips = [encode(random_scene(FIRST_SEED + number)) for number in range(CLIPS)]
-        self._pictures = [_picture(seed) for seed in range(2)]
+        self._pictures = [media.picture(400, 300, seed) for seed in range(2)]
 
     def fixed(self) -> list[Question]:
         """The questions whose answers never change."""
@@ -136,10 +133,3 @@ class Questions:
 
     def _method(self) -> Question:
         return Question("method", Video(data=self._clips[0]), "What?", {"pruning_method": "best"}, InvalidRequest)
-
-
-def _picture(seed: int) -> bytes:
-    file = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 256, (300, 400, 3), np.uint8)
-    Picture.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()

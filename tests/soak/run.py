@@ -7,7 +7,7 @@ Two preprocessing and two encoder replicas serve one generation; killing a repli
     steady     the load alone: memory must be flat                       40 %
     silence    no requests: all resources must be free again
 
-Prints a report and exits with status 1 if a request was lost or ended wrongly, or if resources leaked or memory grew.
+Prints a report as JSON. Exits with status 1 if a request was lost or ended wrongly, resources leaked, or memory grew.
 """
 
 from __future__ import annotations
@@ -25,15 +25,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from rich.console import Console
-from rich.table import Table
-
 from gridsieve.cli.signals import unwind_on_signals
 from gridsieve.client.client import GridsieveClient
 from gridsieve.common.checkpoint import DEMO_MODEL
 from tests.integration.fleet import Service, at_rest
 from tests.soak.faults import Faults, growth
-from tests.soak.ledger import MOST_FAULTS_TOLD, Ledger
+from tests.soak.ledger import Ledger
 from tests.soak.load import Load
 from tests.soak.questions import Questions
 
@@ -130,37 +127,16 @@ def _errors_logged(services: Sequence[Service]) -> Iterator[str]:
                 yield f"{service.name} logged {logged['event']}: {logged.get('error', '')} {' '.join(where)}"
 
 
-def show(report: Report) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    table = Table(title=f"{report.asked} requests in {report.seconds:.0f} s, seed {report.seed}", title_justify="left")
-    outcomes = sorted({outcome for counts in report.outcomes.values() for outcome in counts})
-    for heading in ("request", *outcomes):
-        table.add_column(heading, justify="left" if heading == "request" else "right")
-    for kind, counts in report.outcomes.items():
-        table.add_row(kind, *(str(counts.get(outcome, "")) for outcome in outcomes))
-    console.print(table)
-    console.print(f"killed: {report.killed}   lost: {report.lost}")
-    grown = ", ".join(f"{name} × {by:.3f}" for name, by in report.growth.items())
-    console.print(f"memory under steady load: {grown}")
-    for fault in report.faults[:MOST_FAULTS_TOLD]:
-        console.print(f"FAULT  {fault}", markup=False)
-    console.print(f"{len(report.faults)} faults" if report.faults else "No fault.")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=12, help="requests at a time")
     parser.add_argument("--kill-every-s", type=float, default=15.0, help="on average, while services are killed")
-    parser.add_argument("--json", action="store_true", help="the report as JSON")
     args = parser.parse_args()
     unwind_on_signals()
     report = asyncio.run(soak(60 * args.minutes, args.seed, args.clients, args.kill_every_s))
-    if args.json:
-        print(json.dumps(asdict(report), indent=2))
-    else:
-        show(report)
+    print(json.dumps(asdict(report), indent=2))
     sys.exit(1 if report.faults else 0)
 
 

@@ -1,4 +1,4 @@
-"""Generation as two processes: they answer as one process does, and end when one of them ends."""
+"""Generation, or an encoder, as two processes: they answer as one process does, and end when one of them ends."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gridsieve.client.client import GridsieveClient
-from gridsieve.client.prompt import Video
+from gridsieve.client.encoding import encode
+from gridsieve.client.prompt import Image, Video
 from gridsieve.common.contract.errors import Unavailable
 from gridsieve.common.process import ExitStatus
 from tests import media
 from tests.integration.conftest import upstream_of
-from tests.integration.fleet import Service, Stack, until
+from tests.integration.fleet import Service, Stack, started, until
 from tests.integration.load import endless
-from tests.processes import runs
+from tests.processes import children, runs
 
 # Runs generation with a timeout of 6 s for each step of its ranks.
 IMPATIENT = """
@@ -42,17 +44,17 @@ def start(stack: Stack, adapted: Iterable[Path], tiny_checkpoint: Path, tmp_path
     """Starts generation with two ranks behind the preprocessing and the encoder of the stack."""
     flags = ("--tensor-parallel", "2", "--threads", "1", "--drain-s", "10", *upstream_of(stack))
     flags += ("--adapters", ",".join(f"{folder.name}={folder}" for folder in adapted))
-    started: list[Service] = []
+    ranked: list[Service] = []
 
     def one(program: str | None = None) -> Service:
         service = Service("generation", tiny_checkpoint, tmp_path, flags, program=program)
-        started.append(service)
+        ranked.append(service)
         service.start()
         service.ready()
         return service
 
     yield one
-    for each in started:
+    for each in ranked:
         each.close()
 
 
@@ -105,3 +107,24 @@ async def test_a_rank_of_generation_that_hangs_ends_the_service(start: Start) ->
     await fails_a_running_request(service, signal.SIGSTOP)
     assert "the engine ended: ranks are out of step" in service.log()
     await until(lambda: not runs(rank_1(service)))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("flag", "rounding"), [("--data-parallel", 1e-5), ("--tower-tensor-parallel", 2e-4)])
+async def test_two_ranks_of_the_encoder_encode_as_one_and_end_when_one_is_killed(
+    stack: Stack, tiny_checkpoint: Path, tmp_path: Path, flag: str, rounding: float
+) -> None:
+    """rounding: of values that the ranks of a divided tower add up in another order."""
+    flags = (flag, "2", "--threads", "1", "--preprocessing", stack.addresses["preprocessing"])
+    encoder = Service("encoder", tiny_checkpoint, tmp_path, flags)
+    asked = (Video(data=media.clip(seed=52)), Image(data=media.picture(112, 84)))
+    with started(encoder):
+        addresses = (encoder.address, stack.addresses["encoder"])
+        ours, theirs = await asyncio.gather(*(encode(address, asked) for address in addresses))
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(one.values, other.values, atol=rounding, rtol=0, strict=True)
+        (rank,) = children(encoder.pid)
+        os.kill(rank, signal.SIGKILL)
+        assert await asyncio.to_thread(encoder.ended) == ExitStatus.FAILED
+    assert "rank 1 of 2 was ended by signal 9" in encoder.log()
+    assert "a bug ended" not in encoder.log()
