@@ -48,8 +48,8 @@ class Epoch:
 @dataclass(slots=True)
 class _Part:
     """What an epoch stores. begun: what follows can be decoded. returns: its clock is that of the part before the part
-    before it. first_dts, last_dts: its first and last decoding time. tail: duration of its last packet in ticks, 0 if
-    unknown."""
+    before it. first_dts, last_dts: its first and last decoding time. sizes: bytes of each frame in `pts`. tail:
+    duration of its last packet in ticks, 0 if unknown."""
 
     first_packet: int
     joined: bool = True
@@ -58,6 +58,7 @@ class _Part:
     first_dts: int = 0
     last_dts: int | None = None
     pts: array[int] = field(default_factory=lambda: array("q"))
+    sizes: array[int] = field(default_factory=lambda: array("I"))
     keyframes: array[int] = field(default_factory=lambda: array("q"))
     tail: int = 0
 
@@ -91,10 +92,13 @@ class EpochReader:
     def __len__(self) -> int:
         return len(self._parts)
 
-    def second_field(self) -> None:
+    def second_field(self, packet: Packet[VideoStream]) -> None:
         """A packet that holds the second field of a frame. What durations mean differs from container to container."""
         self._read += 1
-        self._parts[-1].tail = 0
+        part = self._parts[-1]
+        part.tail = 0
+        if part.sizes:
+            part.sizes[-1] += packet.size
 
     def hide(self, packet: Packet[VideoStream]) -> None:
         """A packet that is decoded and not shown: the container's edit list hides it."""
@@ -111,10 +115,11 @@ class EpochReader:
         part = self._parts[-1]
         part.tail = packet.duration or part.tail
         if packet.is_keyframe and not part.begun:  # what comes before the first one refers to frames that were cut off
-            part.pts = array("q")
+            part.pts, part.sizes = array("q"), array("I")
             part.begun = True
         if pts is not None:
             part.pts.append(pts)
+            part.sizes.append(packet.size)
             if packet.is_keyframe:
                 part.keyframes.append(pts)
 
@@ -180,15 +185,19 @@ class EpochReader:
         """The duration of the last frame in ticks."""
         return self._parts[-1].tail_ticks(otherwise)
 
-    def shown(self, epochs: tuple[Epoch, ...]) -> tuple[array[int], array[int]]:
-        """Shown times of frames and of keyframes, both increasing.
+    def shown(self, epochs: tuple[Epoch, ...]) -> tuple[array[int], array[int], array[int]]:
+        """Shown times of frames, increasing, the bytes of each, and shown times of keyframes, increasing.
 
         Packets before the first keyframe of their recording, or with the time of another packet, are left out.
         """
         parts = tuple(zip(self._parts, epochs, strict=True))
-        frames = array("q", sorted({pts + epoch.shift for part, epoch in parts for pts in part.pts}))
+        bytes_at = {
+            pts + epoch.shift: size for part, epoch in parts for pts, size in zip(part.pts, part.sizes, strict=False)
+        }
+        frames = array("q", sorted(bytes_at))
+        sizes = array("I", map(bytes_at.__getitem__, frames))
         keyframes = array("q", sorted(pts + epoch.shift for part, epoch in parts for pts in part.keyframes))
-        return frames, keyframes
+        return frames, sizes, keyframes
 
 
 class EpochShifts:

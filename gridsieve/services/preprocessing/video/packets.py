@@ -59,6 +59,7 @@ class PacketIndex:
     epochs: where the clock starts again, see `epochs`; all times are shown ones.
     pts, keyframes: int64 arrays; tuples would take ten times the memory for a long video.
     pts: None where the container stores no usable ones: frames are then identified by their order.
+    sizes: bytes of the packet of each frame, as many as pts; None where pts is None.
     height_px, width_px: of an upright frame with square pixels. orientation: EXIF number of the turn that makes a
         decoded frame upright.
     """
@@ -72,6 +73,7 @@ class PacketIndex:
     missing_frames: int = 0
     dropped_frames: int = 0
     epochs: tuple[Epoch, ...] = (Epoch(0, 0),)
+    sizes: array[int] | None = None
 
 
 @contextmanager
@@ -164,7 +166,7 @@ def read_packets(source: Source) -> PacketIndex:
                 reader.hide(packet)
                 continue
             if second_fields.holds(packet):
-                reader.second_field()
+                reader.second_field(packet)
                 continue
             if reader.packets == MAX_PACKETS:
                 raise MediaRejected(f"has more than {MAX_PACKETS} frames", field=source.name)
@@ -206,12 +208,12 @@ def _index(
         raise MediaRejected(f"has a clock that starts again more than {MAX_EPOCHS} times", field=source.name)
     epochs = reader.epochs(tail)
     try:
-        shown, keyframes = reader.shown(epochs)
+        shown, sizes, keyframes = reader.shown(epochs)
         times = FrameTimes(array("q", (each - shown[0] for each in shown)), reader.tail(tail), time_base, rates)
     except OverflowError as error:  # each time is in its range, their sum is not
         raise MediaRejected("claims to last more ticks than a clock has", field=source.name) from error
     dropped = reader.packets - len(shown)
-    return PacketIndex(times, shown, keyframes, epochs=epochs, dropped_frames=dropped)
+    return PacketIndex(times, shown, keyframes, epochs=epochs, dropped_frames=dropped, sizes=sizes)
 
 
 def _times_in_order(

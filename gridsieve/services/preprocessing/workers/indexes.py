@@ -22,7 +22,10 @@ _MAX_RATES = 3
 
 
 def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
-    """A packet index as fields and int64 [pts, or times by order | keyframes]. The receiver derives frame times."""
+    """A packet index as fields and int64 [pts, or times by order | sizes | keyframes]. The receiver derives frame times.
+
+    Sizes are there where pts are.
+    """
     times = index.times
     shown = times.ticks if index.pts is None else index.pts
     facts = {
@@ -38,17 +41,18 @@ def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
         "dropped_frames": index.dropped_frames,
         "epochs": [part for each in index.epochs for part in (each.first_packet, each.shift, int(each.joined))],
     }
-    return facts, np.concatenate([np.asarray(each, np.int64) for each in (shown, index.keyframes)])
+    return facts, np.concatenate([np.asarray(each, np.int64) for each in (shown, index.sizes or (), index.keyframes)])
 
 
 def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
     """The inverse of `index_facts`. Raises PeerContract for an index that `read_packets` cannot have made."""
     frames = facts.integer("frames", 1, MAX_PACKETS)
     by_order = facts.integer("by_order", 0, 1)
-    pts, keyframes = numbers[:frames], numbers[frames:]
+    pts, sizes, keyframes = np.split(numbers, [frames, frames if by_order else 2 * frames])
     within = -MAX_PTS < numbers.min(initial=0) <= numbers.max(initial=0) < MAX_PTS
     in_order = bool((pts[1:] > pts[:-1]).all() and (keyframes[1:] >= keyframes[:-1]).all())
-    if pts.size < frames or keyframes.size > MAX_PACKETS or not (within and in_order):
+    sized = by_order or (sizes.size == frames and 0 <= sizes.min() <= sizes.max() < 2**32)
+    if pts.size < frames or keyframes.size > MAX_PACKETS or not (within and in_order and sized):
         raise PeerContract("a worker's index is out of order or out of range")
     time_base = _fractions(facts, "time_base", 1)
     if len(time_base) != 1:
@@ -72,6 +76,7 @@ def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
         missing_frames=facts.integer("missing_frames", 0, MAX_MISSING),
         dropped_frames=facts.integer("dropped_frames", 0, MAX_PACKETS),
         epochs=_epochs(facts),
+        sizes=None if by_order else array("I", sizes.astype(np.uint32).tobytes()),
     )
 
 

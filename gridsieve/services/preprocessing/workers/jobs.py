@@ -83,7 +83,7 @@ class _Reading:
 class IndexVideo(_Reading):
     """Reads a video's packets."""
 
-    piece_bytes: ClassVar[int] = 2 * MAX_PACKETS * 8
+    piece_bytes: ClassVar[int] = 3 * MAX_PACKETS * 8
 
     def order(self, done: int) -> Order:
         return Order("index_video")

@@ -34,7 +34,7 @@ def _size_of(index: PacketIndex | PictureIndex) -> int:
     if isinstance(index, PictureIndex):
         return 512 + 64 * len(index.ends)
     numbers = len(index.keyframes) + sum(len(each) for each in (index.times.ticks, index.pts or ()))
-    return 1024 + 8 * numbers + 128 * len(index.epochs)
+    return 1024 + 8 * numbers + 4 * len(index.sizes or ()) + 128 * len(index.epochs)
 
 
 class MediaReader:
