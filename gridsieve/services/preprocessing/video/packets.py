@@ -6,6 +6,7 @@ header's frame count and duration are not trusted: damaged files declare missing
 
 from __future__ import annotations
 
+import bisect
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -74,6 +75,13 @@ class PacketIndex:
     dropped_frames: int = 0
     epochs: tuple[Epoch, ...] = (Epoch(0, 0),)
     sizes: array[int] | None = None
+
+    def keyframe_places(self, begin: int, end: int) -> list[int]:
+        """The places of keyframes among the frames [begin, end), increasing. None where their times are not known."""
+        if self.pts is None:
+            return []
+        places = {bisect.bisect_left(self.pts, each) for each in self.keyframes}
+        return sorted(each for each in places if begin <= each < end)
 
 
 @contextmanager
