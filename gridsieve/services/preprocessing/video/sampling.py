@@ -206,8 +206,8 @@ class FrameTimes:
         appears = first < end and (not varies or self.ticks[first] == start)
         on_screen = first > 0 and start < stop and not appears
         if first >= end and not on_screen:
-            asked = f"{start_s or 0:g} s and {'the end' if end_s is None else f'{end_s:g} s'}"
-            text = f"selects nothing: no frame appears between {asked}, the video lasts {float(self.length_s):.3f} s"
+            between = _between(start_s, end_s)
+            text = f"selects nothing: no frame appears {between}, the video lasts {float(self.length_s):.3f} s"
             raise InvalidRequest(text, field=f"frame_sampling.{'end_s' if start_s is None else 'start_s'}")
         ticks = array("q", (start, *self.ticks[first:end])) if on_screen else self.ticks[first:end]
         next_tick = self.ticks[end] if end < len(self.ticks) else over
@@ -290,7 +290,7 @@ def sample(
     if find is not None:
         found = [place - first for place in _found(find, first, part, wish)]
         if wish.mode == SHOTS and len(found) < len(within):
-            within = _by_shot(part, found, len(within))
+            within = _by_shot(part, found, min(len(within), len(part.ticks)))
         elif len(found) < len(part.ticks):
             within = _among(part, found, replace(merged, num_frames=len(within)), pick)
         return _exactly(times, [first + place for place in within], bounds.temporal_patch)
@@ -331,9 +331,8 @@ def _found(find: FindPlaces, first: int, part: FrameTimes, wish: FrameSampling) 
     """What `find` finds in a part that begins at `first`. Raises InvalidRequest for nothing."""
     found = find(first, first + len(part.ticks))
     if not found:
-        start_s, end_s = (float(tick * part.time_base) for tick in (part.ticks[0], part.ticks[-1] + part.tail_ticks))
         raise InvalidRequest(
-            f"{wish.mode} selects nothing: no key frame appears between {start_s:g} s and {end_s:g} s",
+            f"{wish.mode} selects nothing: no key frame appears {_between(wish.start_s, wish.end_s)}",
             field="frame_sampling.mode",
             value=wish.mode,
             remedy=f"set `frame_sampling.mode` to {UNIFORM}",
@@ -356,21 +355,21 @@ def _by_shot(times: FrameTimes, firsts: Sequence[int], frames: int) -> list[int]
     """
     ends = [*firsts[1:], len(times.ticks)]
     ticks = [*times.ticks, times.ticks[-1] + times.tail_ticks]
-    counts = [1] * len(firsts)
-    steps = [(ticks[first] - ticks[end], number) for number, (first, end) in enumerate(zip(firsts, ends, strict=True))]
-    lasts = [-negative for negative, _ in steps]
-    steps = [each for each in steps if ends[each[1]] - firsts[each[1]] > 1]
-    heapq.heapify(steps)
-    for _ in range(frames - len(firsts)):
-        _, number = heapq.heappop(steps)
-        counts[number] += 1
-        if counts[number] < ends[number] - firsts[number]:
-            heapq.heappush(steps, (-lasts[number] / counts[number], number))
+    shots = list(zip(firsts, ends, strict=True))
+    counts = [1] * len(shots)
+    steps = [(float(ticks[first] - ticks[end]), shot) for shot, (first, end) in enumerate(shots) if end - first > 1]
+    heapq.heapify(steps)  # the longest first
+    for _ in range(frames - len(shots)):
+        _, shot = heapq.heappop(steps)
+        first, end = shots[shot]
+        counts[shot] += 1
+        if counts[shot] < end - first:
+            heapq.heappush(steps, ((ticks[first] - ticks[end]) / counts[shot], shot))
     places: list[int] = []
-    for first, end, count in zip(firsts, ends, counts, strict=True):
-        shot = FrameTimes(times.ticks[first:end], ticks[end] - ticks[end - 1], times.time_base, ())
+    for (first, end), count in zip(shots, counts, strict=True):
+        alone = FrameTimes(times.ticks[first:end], ticks[end] - ticks[end - 1], times.time_base, ())
         indices = [number * _STEP_INDICES for number in range(count)]
-        places += [first + place for place in _at_even_times(shot, indices, count * _STEP_INDICES)]
+        places += [first + place for place in _at_even_times(alone, indices, count * _STEP_INDICES)]
     return places
 
 
@@ -410,6 +409,10 @@ def _padded(
         seconds_per_grid=temporal_patch * seconds_per_frame,
         source_fps=rate.per_s if rate.constant else None,
     )
+
+
+def _between(start_s: float | None, end_s: float | None) -> str:
+    return f"between {start_s or 0:g} s and {'the end' if end_s is None else f'{end_s:g} s'}"
 
 
 def _ticks_from(time_s: float, time_base: Fraction) -> int:

@@ -61,12 +61,14 @@ def find_shots(
     progress: called for each packet that is read. Raises as `decode_frames`.
     """
     keys = compared_keyframes(index, begin, end)
+    if not keys:
+        return (begin,)
     differs = _differences(source, index, keys, progress)
     longest = max((after - before for before, after in pairwise(keys)), default=0)
     sizes, stands_out = _sizes(index)
     found = [begin]
     for before, after, different in zip(keys, [*keys[1:], end], [*differs, False], strict=True):
-        least = _OF_A_KEY_FRAME * sizes[[before, min(after, len(sizes) - 1)]].min()
+        least = _OF_A_KEY_FRAME * (min(sizes[before], sizes[after]) if after < end else sizes[before])
         large = np.flatnonzero(stands_out[before:after] & (sizes[before:after] >= least)) + before
         found += large.tolist()
         if different and (not large.size or after - before < _SOONER * longest):

@@ -22,9 +22,9 @@ _MAX_RATES = 3
 
 
 def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
-    """A packet index as fields and int64 [pts, or times by order | sizes | keyframes]. The receiver derives frame times.
+    """A packet index as fields and int64 [pts | sizes | keyframes], or [times by order | keyframes] without pts.
 
-    Sizes are there where pts are.
+    The receiver derives frame times.
     """
     times = index.times
     shown = times.ticks if index.pts is None else index.pts
