@@ -51,7 +51,9 @@ def wishes(every_s: int | None) -> dict[str, dict[str, Any]]:
 
 def lies_between(scene: Scene, every_s: int | None) -> bool:
     motions = [each.motion for each in scene.movers if each.motion]
-    return bool(every_s and motions) and all(each.start_s // every_s == each.stop_s // every_s for each in motions)
+    if every_s is None or not motions:
+        return False
+    return all(each.start_s // every_s == each.stop_s // every_s for each in motions)
 
 
 async def answered(clips: int) -> dict[Case, list[tuple[bool, int]]]:
