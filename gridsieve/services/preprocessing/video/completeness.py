@@ -35,7 +35,8 @@ def missing_frames(
     """
     match container.format.name.split(","):
         case ["mov", *_]:
-            missing = sum(each.pos + each.size > container.size for each in stream.index_entries)
+            size_bytes = container.size  # FFmpeg asks the file each time
+            missing = sum(each.pos + each.size > size_bytes for each in stream.index_entries)
         case ["avi"]:
             # The header counts pauses, too: frames that are not stored. They may also end a whole file.
             promised_s = stream.frames * (stream.time_base or 0) if _is_cut(source, container.size) else Fraction(0)
