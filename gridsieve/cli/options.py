@@ -18,6 +18,7 @@ from gridsieve.client.credentials import Access
 from gridsieve.client.messages import IN_PYTHON
 from gridsieve.client.prompt import Image, Message, Options, Pruning, Sampling, Video, check_scheme, is_url
 from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, path_of, steps_of
+from gridsieve.common.contract.plan import KEYFRAMES, SHOTS, UNIFORM
 from gridsieve.common.contract.retention import (
     AUTO_THRESHOLD,
     EVS,
@@ -121,6 +122,14 @@ class FrameFlags:
 
     fps: Annotated[float | None, of_media(help="Frames to sample per second. Default: the model's.")] = None
     max_frames: Annotated[int | None, of_media(help="Maximum number of frames to sample. Default: the model's.")] = None
+    mode: Annotated[
+        str | None,
+        of_media(
+            help=f"Which frames are used. {UNIFORM}: evenly spread ones. {KEYFRAMES}: as many key frames, or all if "
+            "there are fewer; they cost a fraction of the decoding, but miss what happens between them. "
+            f"{SHOTS}: as many, among them the first frame of each shot. Default: {UNIFORM}."
+        ),
+    ] = None
     max_pixels: MaxPixelsOption = None
     allow_truncated: Annotated[
         bool,

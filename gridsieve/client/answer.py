@@ -70,6 +70,9 @@ class MediaUsage:
     repaired_frames: frames that could not be decoded and were replaced by the previous frame.
     missing_frames: frames that the file's container declares but the file lacks, because it was cut off.
     dropped_frames: frames that have the same time as another one, and are not shown.
+    sampling_mode: how the frames of a video were chosen, as `Video.mode`; "" where nothing was sampled: of an image,
+        embeddings, and frames that the caller named.
+    sampled_frames: how many different frames of a video the model is shown; 0 for an image and embeddings.
     first_slice_only: at this rate only the first temporal slice is kept, so the model sees no motion.
     """
 
@@ -80,6 +83,8 @@ class MediaUsage:
     first_slice_only: bool
     missing_frames: int = 0
     dropped_frames: int = 0
+    sampling_mode: str = ""
+    sampled_frames: int = 0
 
     @property
     def pruning_rate(self) -> float:

@@ -31,7 +31,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _LOGIN = re.compile(r"//[^/?#]*@")
 FRAME_SAMPLING = (
     *("fps", "min_frames", "max_frames", "max_pixels", "start_s", "end_s"),
-    *("allow_truncated", "num_frames", "frame_indices", "max_slices"),
+    *("allow_truncated", "num_frames", "frame_indices", "max_slices", "mode"),
 )
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
@@ -159,6 +159,7 @@ class _Media:
     num_frames: int | None = None
     frame_indices: tuple[int, ...] | None = None
     max_slices: int | None = None
+    mode: str | None = None
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
@@ -202,6 +203,9 @@ class Video(_Media):
     fps, min_frames, max_frames, max_pixels (per frame): None: the checkpoint's default.
     start_s, end_s: the part to sample, in seconds; None: from the start, to the end.
     num_frames: so many, evenly spaced, or all if there are fewer; not together with fps, min_frames or max_frames.
+    mode: which frames: "uniform", evenly spread; "keyframes", key frames alone, which cost a fraction of the decoding;
+        "shots", the first of each shot before others. The fields above then say how many at most, and of which part.
+        None: "uniform".
     frame_indices: exactly these frames, counted from 0, increasing; not together with the fields above but max_pixels.
     allow_truncated: take a file that was cut off, even if more than a tenth of its frames is missing.
     max_slices: of each frame, as of an image; None: 1.

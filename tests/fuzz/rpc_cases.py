@@ -283,6 +283,7 @@ def _prompt(number: int, random_: random.Random) -> prompt_pb2.Prompt:
             part.video.embeds.CopyFrom(_embeds(number))
         else:
             part.video.frame_sampling.CopyFrom(prompt_pb2.FrameSampling(fps=2, min_frames=4, max_frames=8, start_s=0.0))
+            part.video.frame_sampling.mode = random_.choice(("", "uniform", "keyframes", "shots"))
             part.video.pruning.rate = 0.5
             if kind == "path":
                 part.video.path = "clip.mp4"

@@ -84,6 +84,7 @@ def test_json_is_one_object(gridsieve: Run, address: str, clip: str) -> None:
     assert printed["usage"]["media"][0] == {
         "modality": "video", "grid": {"t": 2, "h": 2, "w": 2}, "num_kept": 4,
         "repaired_frames": 3, "first_slice_only": True, "missing_frames": 0, "dropped_frames": 0, "pruning_rate": 0.5,
+        "sampling_mode": "", "sampled_frames": 0,
     }  # fmt: skip
     assert printed["timings"]["decode_s"] == 0.5
 
@@ -177,7 +178,7 @@ def test_several_questions_are_asked_in_turn_about_the_same_part_of_the_clip(
     gridsieve: Run, services: FakeServices, address: str, clip: str
 ) -> None:
     flags = ["--system", "Be brief.", "--start-s", "1", "--end-s", "2.5", "--max-pixels", "4000", "--allow-truncated"]
-    flags += ["--num-frames", "8"]
+    flags += ["--num-frames", "8", "--mode", "keyframes"]
     result = gridsieve("ask", clip, "-q", "What moves?", "-q", "And then?", *flags, "--server", address)
     assert result.stdout == "A red ball ⚽\nA red ball ⚽\n"
     for asked, question in zip(services.asked, ("What moves?", "And then?"), strict=True):
@@ -185,7 +186,7 @@ def test_several_questions_are_asked_in_turn_about_the_same_part_of_the_clip(
         assert [part.text for part in system.parts] == ["Be brief."]
         sampling = user.parts[0].video.frame_sampling
         assert (sampling.start_s, sampling.end_s, sampling.max_pixels, sampling.allow_truncated) == (1, 2.5, 4000, True)
-        assert (sampling.num_frames, sampling.HasField("fps")) == (8, False)
+        assert (sampling.num_frames, sampling.mode, sampling.HasField("fps")) == (8, "keyframes", False)
         assert user.parts[1].text == question
     assert gridsieve("ask", "-q", "What is a video?", "--server", address).stdout == "A red ball ⚽\n"
     printed = json.loads(gridsieve("ask", clip, "-q", "1?", "-q", "2?", "--server", address, "--json").stdout)

@@ -118,6 +118,21 @@ async def test_every_part_is_answered_as_by_grpc(stack: Stack, http: httpx.Clien
     assert_same(got, wanted)
 
 
+async def test_key_frames_are_answered_as_these_frames_by_grpc_and_the_usage_tells_it(
+    stack: Stack, http: httpx.Client
+) -> None:
+    clip = media.clip(16, fps=4, keyframe_every=4)
+    body = question(video(data_url("video/mp4", clip), mm_processor_kwargs={"mode": "keyframes"}), "?", logprobs=True)
+    got = await asyncio.to_thread(lambda: http.post("/v1/chat/completions", json=body).raise_for_status().json())
+    async with GridsieveClient(stack.address) as client:
+        wanted = await client.answer([user(Video(data=clip, frame_indices=(0, 4, 8, 12)), Text("?"))], GREEDY)
+        asked = await client.answer([user(Video(data=clip, mode="keyframes"), Text("?"))], GREEDY)
+    assert_same(got, wanted)
+    (item,), (told,) = got["usage"]["gridsieve"]["media"], asked.usage.media
+    assert (item["sampling_mode"], item["sampled_frames"]) == ("keyframes", 4)
+    assert (told.sampling_mode, told.sampled_frames) == ("keyframes", 4)
+
+
 async def test_embeddings_are_answered_as_the_media_that_they_come_from(stack: Stack, http: httpx.Client) -> None:
     encoded = await encode(stack.addresses["encoder"], [Video(data=CLIP), Image(data=PICTURE)])
     clip, picture = (each.as_embeds() for each in encoded)

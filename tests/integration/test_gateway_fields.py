@@ -117,6 +117,7 @@ def test_errors_name_what_the_caller_wrote(http: httpx.Client) -> None:
     own = "messages[0].content[1]"
     assert param(part, mm_processor_kwargs={"video_start": -1.0}) == "mm_processor_kwargs.video_start"
     assert param(part | {"mm_processor_kwargs": {"video_end": 0.0}}) == f"{own}.mm_processor_kwargs.video_end"
+    assert param(part, mm_processor_kwargs={"mode": "all"}) == "mm_processor_kwargs.mode"
     assert param(part, mm_processor_kwargs={"max_slice_nums": 2}) == "mm_processor_kwargs.max_slice_nums"  # Qwen's
     assert param(part, media_io_kwargs={"video": {"fps": 2000.0}}) == "media_io_kwargs.video.fps"
     assert param(part | {"pruning": {"rate": 2.0}}) == f"{own}.pruning.rate"

@@ -15,7 +15,14 @@ from PIL import Image
 
 
 def clip(
-    frames: int = 16, *, fps: int = 4, width: int = 112, height: int = 112, seed: int = 0, codec: str = "libx264"
+    frames: int = 16,
+    *,
+    fps: int = 4,
+    width: int = 112,
+    height: int = 112,
+    seed: int = 0,
+    codec: str = "libx264",
+    keyframe_every: int = 250,
 ) -> bytes:
     """An mp4 of a bright square that moves over a textured ground; its index precedes the frames."""
     ground = _squares(np.random.default_rng(seed), 40, 120, width, height)
@@ -26,6 +33,7 @@ def clip(
             assert isinstance(stream, VideoStream)
             stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
             stream.codec_context.thread_count = 1
+            stream.codec_context.gop_size = keyframe_every
             for index in range(frames):
                 picture = ground.copy()
                 left = (seed * 13 + 5 * index) % max(1, width - 24)

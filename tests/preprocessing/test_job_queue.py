@@ -152,7 +152,7 @@ async def test_stopping_kills_the_workers_and_fails_all_jobs() -> None:
 
 
 async def test_a_cancelled_request_reads_nothing(queue: JobQueue) -> None:
-    reader = MediaReader(queue, indexes())
+    reader = MediaReader(queue, queue, indexes())
     reader.cancel()
     with pytest.raises(Unavailable, match="was cancelled"):
         await asyncio.to_thread(reader.packets, SOURCE)

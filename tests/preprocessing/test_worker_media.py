@@ -212,7 +212,7 @@ async def test_an_impossible_index_breaks_the_contract() -> None:
     for wrong in IMPOSSIBLE:
         with pytest.raises(PeerContract):
             index_of(Facts(facts | wrong), numbers)
-    for place in (5, 61):  # a presentation time and a keyframe
+    for place in (5, 61, 121):  # a presentation time, a size and a keyframe
         for value in (-(2**63), 2**63 - 1):
             changed = numbers.copy()
             changed[place] = value

@@ -39,6 +39,8 @@ MAX_FRAME_SIDE_PX = 2**15
 # Of the values of frames, which are levels from 0 to 255: rounded, or as resampling made them, some beyond these ends.
 FRAME_DTYPES = (DType.UINT8, DType.FLOAT32)
 DIGEST_BYTES = 32
+# Which frames of a video are sampled: evenly spread ones, key frames alone, or the first of each shot before others.
+SAMPLING_MODES = (UNIFORM, KEYFRAMES, SHOTS) = ("uniform", "keyframes", "shots")
 _SALT_DOMAIN = b"gridsieve salted v1"
 
 
@@ -147,6 +149,8 @@ class MediaPlan:
     content_hash: 32 bytes; they differ if the pixels, their times or the given embeddings could differ.
     fixed_tokens: whether the tokens of a frame are not in proportion to its pixels.
     timed_by_first: whether the time of a slice in the text is that of its first frame, else the middle of its frames.
+    sampling_mode: one of SAMPLING_MODES; empty where nothing was sampled: of an image, given embeddings, and frames
+        that the caller named.
     """
 
     modality: Modality
@@ -159,6 +163,7 @@ class MediaPlan:
     file: FileFacts = FileFacts()
     fixed_tokens: bool = False
     timed_by_first: bool = False
+    sampling_mode: str = ""
 
     def __post_init__(self) -> None:
         held = sum(run.length for run in self.runs)
@@ -209,6 +214,8 @@ class MediaPlan:
             raise ValueError(f"a video has a time base and an image has none, got {self.modality.value}, {step}")
         if step is not None and step <= 0:
             raise ValueError(f"seconds_per_grid must be above 0, got {step}")
+        if self.sampling_mode not in ("", *SAMPLING_MODES):
+            raise ValueError(f"sampling_mode must be one of {SAMPLING_MODES}, got {self.sampling_mode!r}")
         if times and len(times) != self.frames.count:
             raise ValueError(
                 f"timestamps_s must hold one time for each of {self.frames.count} frames, got {len(times)}"
@@ -227,6 +234,11 @@ class MediaPlan:
     def frame_px(self, index: int) -> SizePx:
         """Height and width of a frame."""
         return self.frames.frame_px(index % self.pictures)
+
+    @property
+    def sampled_frames(self) -> int:
+        """Different frames of a video that are sent; 0 for an image and given embeddings."""
+        return len(set(self.timestamps_s))
 
     @property
     def slices(self) -> int:

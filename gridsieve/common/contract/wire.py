@@ -269,6 +269,7 @@ def _media_message(item: MediaPlan) -> prompt_pb2.MediaPlan:
         tile_columns=frames.tile_columns,
         fixed_tokens=item.fixed_tokens,
         timed_by_first=item.timed_by_first,
+        sampling_mode=item.sampling_mode,
         frame_dtype=_DTYPE_TO_WIRE[frames.dtype],
     )
 
@@ -306,6 +307,7 @@ def _media_plan(message: prompt_pb2.MediaPlan) -> MediaPlan:
         ),
         fixed_tokens=message.fixed_tokens,
         timed_by_first=message.timed_by_first,
+        sampling_mode=message.sampling_mode,
     )
 
 

@@ -19,6 +19,8 @@ from gridsieve.common.contract.errors import InvalidRequest, MediaDamaged, Media
 from gridsieve.common.contract.plan import (
     MAX_FRAME_SIDE_PX,
     MAX_PROMPT_TOKENS,
+    SHOTS,
+    UNIFORM,
     FileFacts,
     FrameShape,
     Grid,
@@ -40,7 +42,14 @@ from gridsieve.services.preprocessing.sources.source import Source, bytes_source
 from gridsieve.services.preprocessing.video.packets import PacketIndex, read_packets
 from gridsieve.services.preprocessing.video.pictures import PictureIndex, is_picture, read_pictures
 from gridsieve.services.preprocessing.video.resize import shrink_to
-from gridsieve.services.preprocessing.video.sampling import FrameSampling, FrameTimes, Sampled, sample
+from gridsieve.services.preprocessing.video.sampling import (
+    FindPlaces,
+    FrameSampling,
+    FrameTimes,
+    Sampled,
+    sample,
+)
+from gridsieve.services.preprocessing.video.shots import find_shots
 from gridsieve.services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedVideo
 from gridsieve.services.preprocessing.video.timing import TimeBase
 
@@ -80,11 +89,13 @@ class _Item:
     base: TimeBase | None = None
     timestamps_s: tuple[float, ...] = ()
     file: FileFacts = field(default=FileFacts())
+    sampling_mode: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """Functions that read a video's packets and pictures' headers: in this process, or in workers for untrusted files.
+    """Functions that read a video's packets and pictures' headers, and find the shots of a part of a video: in this
+    process, or in workers for untrusted files.
 
     check_cancelled: called between steps of the plan; an exception from it ends the plan.
     """
@@ -92,6 +103,7 @@ class Readers:
     packets: Callable[[Source], PacketIndex] = read_packets
     pictures: Callable[[Source, tuple[int, ...]], PictureIndex] = read_pictures
     check_cancelled: Callable[[], None] = lambda: None
+    shots: Callable[[Source, PacketIndex, int, int], Sequence[int]] = find_shots
 
 
 class Planner:
@@ -165,7 +177,7 @@ class Planner:
             source = replace(source, digest=tagged_digest(_PICTURES_DOMAIN, parts))
             make = partial(self._pictures, source, readers.pictures(source, ends), request)
         else:
-            make = partial(self._file, source, readers.packets(source), request.sampling)
+            make = partial(self._file, source, readers.packets(source), request.sampling, readers)
         with within(request.name):  # errors name the item, or a field of it
             return make()
 
@@ -213,15 +225,19 @@ class Planner:
             file=FileFacts(source_px=picture_px),
         )
 
-    def _file(self, source: Source, index: PacketIndex, sampling: FrameSampling) -> _Item:
-        item = self._video(source, index, index.times, sampling)
+    def _file(self, source: Source, index: PacketIndex, sampling: FrameSampling, readers: Readers) -> _Item:
+        shots = partial(readers.shots, source, index)
+        item = self._video(source, index, index.times, sampling, find=_find(index, sampling.mode, shots))
         return replace(item, file=FileFacts(_missing(index, sampling), index.dropped_frames))
 
     def _pictures(self, source: Source, index: PictureIndex, request: MediaRequest) -> _Item:
         assert request.frames is not None
         sampling = request.sampling
+        if sampling.mode == SHOTS:
+            text, remedy = "shots is for video files, not for pictures", f"set `frame_sampling.mode` to {UNIFORM}"
+            raise InvalidRequest(text, field="frame_sampling.mode", value=SHOTS, remedy=remedy)
         if not sampling.chooses_frames:
-            sampling = replace(sampling, frame_indices=tuple(range(len(request.frames.ends))))
+            sampling = replace(sampling, frame_indices=tuple(range(len(request.frames.ends))), mode=None)
         times = FrameTimes.of_seconds(request.frames.timestamps_s)
         return self._video(source, index, times, sampling, by_time=request.frames.by_time)
 
@@ -232,9 +248,11 @@ class Planner:
         times: FrameTimes,
         sampling: FrameSampling,
         by_time: bool = False,
+        find: FindPlaces | None = None,
     ) -> _Item:
+        """find: as of `sample`. A video of pictures has none: each is a key frame."""
         bounds, dtype = self._family.frame_bounds, self._family.frame_dtype
-        sampled = sample(times, bounds, sampling, self._family.sample_indices)
+        sampled = sample(times, bounds, sampling, self._family.sample_indices, find)
         source_px = index.height_px, index.width_px
         frames = len(sampled.places)
         frame_s = sampled.seconds_per_grid / bounds.temporal_patch
@@ -278,6 +296,7 @@ class Planner:
             base=base,
             timestamps_s=tuple(time for time in sampled.timestamps_s for _ in range(pictures)),
             content=(b"video", source.digest, sent, places, _packed(base), in_groups),
+            sampling_mode="" if sampling.frame_indices else sampling.mode or UNIFORM,
         )
 
     def _whole_frames(
@@ -327,6 +346,7 @@ class Planner:
                 item.file,
                 self._family.fixed_tokens,
                 self._family.timed_by_first,
+                item.sampling_mode,
             )
             for item, runs in zip(items, layout.runs, strict=True)
         )
@@ -349,6 +369,20 @@ def _too_large() -> Iterator[None]:
         yield
     except ValueError as error:
         raise PromptTooLong(f"is too large: {error}") from error
+
+
+def _find(index: PacketIndex, mode: str | None, shots: FindPlaces) -> FindPlaces | None:
+    """What finds the frames that a mode chooses by. Raises InvalidRequest where the container does not tell."""
+    if mode in (None, UNIFORM):
+        return None
+    if not index.keyframes:
+        raise InvalidRequest(
+            f"{mode} is not possible: the container does not tell which frames are key frames",
+            field="frame_sampling.mode",
+            value=mode,
+            remedy=f"set `frame_sampling.mode` to {UNIFORM}, or put the video into an MP4 or Matroska file",
+        )
+    return shots if mode == SHOTS else index.keyframe_places
 
 
 def _missing(index: PacketIndex, sampling: FrameSampling) -> int:

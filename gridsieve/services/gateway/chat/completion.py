@@ -145,6 +145,8 @@ def measured(usage: Usage, timings: Timings) -> dict[str, Any]:
                 "repaired_frames": item.repaired_frames,
                 "missing_frames": item.missing_frames,
                 "dropped_frames": item.dropped_frames,
+                "sampling_mode": item.sampling_mode,
+                "sampled_frames": item.sampled_frames,
                 "first_slice_only": item.first_slice_only,
             }
             for item in usage.media

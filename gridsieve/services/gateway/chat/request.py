@@ -46,7 +46,8 @@ class PruningFields(Strict):
 
 
 class FrameChoice(Strict):
-    """`mm_processor_kwargs`: which frames are used, and at what size, in the names of transformers' processors."""
+    """`mm_processor_kwargs`: which frames are used, and at what size, in the names of transformers' processors; `mode`
+    is FrameSampling's."""
 
     fps: Annotated[float | None, BeforeValidator(_single)] = None
     num_frames: int | None = None
@@ -56,6 +57,7 @@ class FrameChoice(Strict):
     video_start: float | None = None
     video_end: float | None = None
     max_slice_nums: int | None = None
+    mode: str | None = None
 
     do_sample_frames: Literal[True] | None = None
 

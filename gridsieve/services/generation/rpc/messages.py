@@ -23,6 +23,8 @@ def usage_message(plan: PromptPlan, prunings: Sequence[ItemPruning], num_kept: S
             num_kept=kept,
             missing_frames=item.file.missing_frames,
             dropped_frames=item.file.dropped_frames,
+            sampling_mode=item.sampling_mode,
+            sampled_frames=item.sampled_frames,
             # EVS ranks slice 0 first, so if exactly one slice's tokens are kept, they are those of slice 0.
             first_slice_only=item.modality is Modality.VIDEO
             and pruning.method == EVS

@@ -140,8 +140,8 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         return conversation.with_sources(sources), monotonic_ns()
 
     async def _plan(self, conversation: Conversation) -> PlannedPrompt:
-        reader = MediaReader(self._reading_queue, self._known)
-        readers = Readers(reader.packets, reader.pictures, reader.check_cancelled)
+        reader = MediaReader(self._reading_queue, self._decoding_queue, self._known)
+        readers = Readers(reader.packets, reader.pictures, reader.check_cancelled, reader.shots)
         threads = self._quick if conversation.is_quick else self._slow
         job = asyncio.ensure_future(threads.call(partial(self._planner.plan, conversation, readers)))
         try:

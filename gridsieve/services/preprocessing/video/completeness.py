@@ -35,7 +35,7 @@ def missing_frames(
     """
     match container.format.name.split(","):
         case ["mov", *_]:
-            size_bytes = container.size  # asks the file each time
+            size_bytes = container.size  # FFmpeg asks the file each time
             missing = sum(each.pos + each.size > size_bytes for each in stream.index_entries)
         case ["avi"]:
             # The header counts pauses, too: frames that are not stored. They may also end a whole file.

@@ -7,6 +7,9 @@ the codec skip frames that are neither selected nor referred to by others:
     selected       ^     ^                     ^
     decoded    ───────────     (nothing)       ─        one seek, to the third keyframe
 
+A decoder holds frames back: for their order, and one for each of its threads. Once it was given all frames that are
+selected before the next seek, it is drained, which yields them without the packets after them.
+
 It knows nothing of resizing and slices.
 """
 
@@ -108,7 +111,8 @@ class _Frames:
         self._converter = RgbConverter(source.name)
         self._keys = range(len(index.times.ticks)) if index.pts is None else index.pts
         self._by_order = index.pts is None
-        self._wanted = {self._keys[place] for place in places}
+        self._wanted = sorted({self._keys[place] for place in places})
+        self._due: set[int] = set()  # wanted before the next seek, and not given to the decoder yet
         self._orientation = index.orientation
         self._keyframes: Sequence[int] = index.keyframes
         self._epochs = index.epochs
@@ -117,14 +121,14 @@ class _Frames:
         self._behind: VideoFrame | None = None
         self._ahead: VideoFrame | None = None
         self._ahead_key = index.keyframes[0] if index.keyframes else 0
-        self._open()
+        self._open(self._wanted[0])
 
     def at(self, place: int, last: DecodedFrame | None) -> DecodedFrame:
         """The frame at `place`, or its replacement if it cannot be decoded. `last`: the frame returned before."""
         wanted = self._keys[place]
         keyframe = bisect.bisect_right(self._keyframes, wanted) - 1
         if keyframe >= 0 and self._keyframes[keyframe] > self._ahead_key:
-            self._seek(self._keyframes[keyframe])
+            self._seek(self._keyframes[keyframe], wanted)
         while self._ahead is None or self._ahead_key < wanted:
             self._behind = self._ahead or self._behind
             following = next(self._decoded, None)
@@ -160,7 +164,9 @@ class _Frames:
             return False
         return True
 
-    def _open(self) -> None:
+    def _open(self, wanted: int) -> None:
+        """Begins at the start of the file. wanted: the frame that is wanted next."""
+        self._due = self._run_of(wanted)
         self._container, self._stream = self._stack.enter_context(open_video(self._source))
         self._stream.thread_type = "FRAME"
         codec = self._stream.codec_context
@@ -168,11 +174,25 @@ class _Frames:
         self._codec = decoder_of(self._stream)
         self._decoded = self._decode(packets_of(self._container, self._stream))
 
-    def _seek(self, keyframe: int) -> None:
+    def _run_of(self, wanted: int) -> set[int]:
+        """The wanted frames from this one on that are read without another seek; none if there are no seeks."""
+        if len(self._epochs) > 1:
+            return set()
+        run, last = {wanted}, wanted
+        for key in self._wanted[bisect.bisect_right(self._wanted, wanted) :]:
+            if bisect.bisect_right(self._keyframes, key) > bisect.bisect_right(self._keyframes, last):
+                break
+            run.add(key)
+            last = key
+        return run
+
+    def _seek(self, keyframe: int, wanted: int) -> None:
         """Continues from `keyframe`, or from the start if the container's own index leads past the keyframe.
 
-        Where times are stored more than once, packets are read and dropped instead.
+        wanted: the frame that is wanted next. Where times are stored more than once, packets are read and dropped
+        instead.
         """
+        self._due = self._run_of(wanted)
         if len(self._epochs) > 1:
             if keyframe > self._read_to:
                 self._behind = self._ahead = None
@@ -192,17 +212,22 @@ class _Frames:
         else:
             self._keyframes = ()
             self._stack.close()
-            self._open()
+            self._open(wanted)
 
     def _decode(self, packets: Iterable[Packet[VideoStream]]) -> Iterator[tuple[int, VideoFrame]]:
         """(shown time or ordinal, frame) of each frame that can be decoded."""
-        self._order = 0
+        self._order, was_due = 0, False
         shifts = EpochShifts(self._epochs)
         second_fields = SecondFields(self._codec)
         skips = not self._by_order and unreferenced_are_skipped(self._codec)
+        wanted = frozenset(self._wanted)
         for packet in packets:
             self._progress()
             is_second_field = not packet.is_discard and second_fields.holds(packet)
+            if was_due and not self._due and not is_second_field:
+                was_due = False
+                yield from self._frames_of(None)
+                self._codec.flush_buffers()  # where they are damaged, a later one is wanted
             if not packet.is_discard and shifts.count_packet() and self._skip_to is None:
                 yield from self._frames_of(None)
                 self._codec.flush_buffers()
@@ -217,7 +242,9 @@ class _Frames:
             if not is_second_field:
                 packet.pts = shown  # the frame's, whatever the codec holds back
                 if skips:
-                    self._codec.skip_frame = "DEFAULT" if shown in self._wanted else "NONREF"
+                    self._codec.skip_frame = "DEFAULT" if shown in wanted else "NONREF"
+                was_due |= shown in self._due
+                self._due.discard(shown)
             yield from self._frames_of(packet)
         yield from self._frames_of(None)
 

@@ -47,12 +47,9 @@ class Epoch:
 
 @dataclass(slots=True)
 class _Part:
-    """What an epoch stores.
-
-    begun: what follows can be decoded. returns: its clock is that of the part before the part before it.
-    first_dts, last_dts: its first and last decoding time. sizes: bytes of the packet of each of `pts`.
-    tail: duration of its last packet in ticks, 0 if unknown.
-    """
+    """What an epoch stores. begun: what follows can be decoded. returns: its clock is that of the part before the part
+    before it. first_dts, last_dts: its first and last decoding time. sizes: bytes of each frame in `pts`. tail:
+    duration of its last packet in ticks, 0 if unknown."""
 
     first_packet: int
     joined: bool = True
@@ -95,10 +92,13 @@ class EpochReader:
     def __len__(self) -> int:
         return len(self._parts)
 
-    def second_field(self) -> None:
+    def second_field(self, packet: Packet[VideoStream]) -> None:
         """A packet that holds the second field of a frame. What durations mean differs from container to container."""
         self._read += 1
-        self._parts[-1].tail = 0
+        part = self._parts[-1]
+        part.tail = 0
+        if part.sizes:
+            part.sizes[-1] += packet.size
 
     def hide(self, packet: Packet[VideoStream]) -> None:
         """A packet that is decoded and not shown: the container's edit list hides it."""
@@ -186,17 +186,18 @@ class EpochReader:
         return self._parts[-1].tail_ticks(otherwise)
 
     def shown(self, epochs: tuple[Epoch, ...]) -> tuple[array[int], array[int], array[int]]:
-        """Shown times of frames, increasing, the bytes of their packets, and shown times of keyframes, increasing.
+        """Shown times of frames, increasing, the bytes of each, and shown times of keyframes, increasing.
 
         Packets before the first keyframe of their recording, or with the time of another packet, are left out.
         """
         parts = tuple(zip(self._parts, epochs, strict=True))
-        sizes: dict[int, int] = {}
-        for part, epoch in parts:
-            sizes.update(zip((pts + epoch.shift for pts in part.pts), part.sizes, strict=False))
-        frames = array("q", sorted(sizes))
+        bytes_at = {
+            pts + epoch.shift: size for part, epoch in parts for pts, size in zip(part.pts, part.sizes, strict=False)
+        }
+        frames = array("q", sorted(bytes_at))
+        sizes = array("I", map(bytes_at.__getitem__, frames))
         keyframes = array("q", sorted(pts + epoch.shift for part, epoch in parts for pts in part.keyframes))
-        return frames, array("I", map(sizes.__getitem__, frames)), keyframes
+        return frames, sizes, keyframes
 
 
 class EpochShifts:

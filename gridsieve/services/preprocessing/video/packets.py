@@ -6,10 +6,11 @@ header's frame count and duration are not trusted: damaged files declare missing
 
 from __future__ import annotations
 
+import bisect
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain, islice, pairwise
 
@@ -53,13 +54,13 @@ class PacketIndex:
     pts:       0   512  1024  1536 | 2048 ...       sorted, in the stream's time base
     keyframes: 0                     2048            pts from which decoding may start
 
-    sizes: bytes of the packet of each of `pts`; empty without `pts`.
     times: the same times, relative to the first frame.
     missing_frames: how many more the container promises, see `completeness`.
     dropped_frames: how many are not shown: without a keyframe before them, with the time of another, or a wrong one.
     epochs: where the clock starts again, see `epochs`; all times are shown ones.
     pts, keyframes: int64 arrays; tuples would take ten times the memory for a long video.
     pts: None where the container stores no usable ones: frames are then identified by their order.
+    sizes: bytes of the packet of each frame, as many as pts; None where pts is None.
     height_px, width_px: of an upright frame with square pixels. orientation: EXIF number of the turn that makes a
         decoded frame upright.
     """
@@ -67,13 +68,20 @@ class PacketIndex:
     times: FrameTimes
     pts: array[int] | None
     keyframes: array[int]
-    sizes: array[int] = field(default_factory=lambda: array("I"))
     height_px: int = 0
     width_px: int = 0
     orientation: int = UPRIGHT
     missing_frames: int = 0
     dropped_frames: int = 0
     epochs: tuple[Epoch, ...] = (Epoch(0, 0),)
+    sizes: array[int] | None = None
+
+    def keyframe_places(self, begin: int, end: int) -> list[int]:
+        """The places of keyframes among the frames [begin, end), increasing. None where their times are not known."""
+        if self.pts is None:
+            return []
+        places = {bisect.bisect_left(self.pts, each) for each in self.keyframes}
+        return sorted(each for each in places if begin <= each < end)
 
 
 @contextmanager
@@ -166,7 +174,7 @@ def read_packets(source: Source) -> PacketIndex:
                 reader.hide(packet)
                 continue
             if second_fields.holds(packet):
-                reader.second_field()
+                reader.second_field(packet)
                 continue
             if reader.packets == MAX_PACKETS:
                 raise MediaRejected(f"has more than {MAX_PACKETS} frames", field=source.name)
@@ -213,7 +221,7 @@ def _index(
     except OverflowError as error:  # each time is in its range, their sum is not
         raise MediaRejected("claims to last more ticks than a clock has", field=source.name) from error
     dropped = reader.packets - len(shown)
-    return PacketIndex(times, shown, keyframes, sizes, epochs=epochs, dropped_frames=dropped)
+    return PacketIndex(times, shown, keyframes, epochs=epochs, dropped_frames=dropped, sizes=sizes)
 
 
 def _times_in_order(

@@ -7,6 +7,12 @@ in which a frame counts at most one step, so that none is sent twice while anoth
     counted     |0   |1 |2 |3 |4 |5 |6   |                               five steps
     sent         ^    ^    ^    ^    ^                                   0, 1, 2, 4, 6
 
+Modes choose by places that their caller finds: "keyframes" among these alone, as among the frames of a video that has
+no others; "shots" takes these, and fills each shot evenly in time.
+
+    shots        |0           |7  |9               |18
+    sent, of 8    ^   ^   ^    ^   ^   ^   ^   ^    ^...            the next frame goes where the steps are longest
+
 It works on presentation times only and knows neither containers nor codecs nor families.
 """
 
@@ -25,6 +31,7 @@ from typing import Self, TypeAlias
 import numpy as np
 
 from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.plan import SAMPLING_MODES, SHOTS, UNIFORM
 
 MAX_FPS = 1000.0
 MAX_FRAMES = 768
@@ -32,7 +39,7 @@ MAX_FRAMES = 768
 # Times that are given in seconds are read to the microsecond.
 TICKS_PER_S = 1_000_000
 _NTSC = Fraction(1000, 1001)
-# What frame_indices, and num_frames, must not be set together with.
+# What frame_indices (with num_frames and mode), and num_frames, must not be set together with.
 _OTHER_TIMES = ("fps", "min_frames", "max_frames", "start_s", "end_s")
 _OTHER_COUNTS = _OTHER_TIMES[:3]
 # Indices to each step when a family spreads frames over time. Those of MAX_FRAMES steps are exact in float32.
@@ -49,6 +56,7 @@ class FrameSampling:
     num_frames: so many, evenly spaced, or all if there are fewer. frame_indices: exactly these; empty selects the
         default.
     max_slices: of an image, or each frame, besides the whole; 1: none. Families check its range.
+    mode: one of SAMPLING_MODES; what else is set then says how many frames at most, and of which part.
     Raises InvalidRequest for a value outside its range.
     """
 
@@ -62,6 +70,7 @@ class FrameSampling:
     num_frames: int | None = None
     frame_indices: tuple[int, ...] = ()
     max_slices: int | None = None
+    mode: str | None = None
 
     @property
     def chooses_frames(self) -> bool:
@@ -72,6 +81,9 @@ class FrameSampling:
 
     def __post_init__(self) -> None:
         self._check_exact()
+        if self.mode is not None and self.mode not in SAMPLING_MODES:
+            limit = f"{', '.join(SAMPLING_MODES[:-1])} or {SAMPLING_MODES[-1]}"
+            raise InvalidRequest(field="frame_sampling.mode", limit=limit, value=self.mode)
         if self.fps is not None and not 0 < self.fps <= MAX_FPS:
             limit = f"above 0 and at most {MAX_FPS:g}"
             raise InvalidRequest(field="frame_sampling.fps", limit=limit, value=self.fps)
@@ -91,7 +103,7 @@ class FrameSampling:
             raise InvalidRequest(field="frame_sampling.end_s", limit=limit, value=self.end_s)
 
     def _check_exact(self) -> None:
-        exact = (("num_frames", _OTHER_COUNTS), ("frame_indices", (*_OTHER_TIMES, "num_frames")))
+        exact = (("num_frames", _OTHER_COUNTS), ("frame_indices", (*_OTHER_TIMES, "num_frames", "mode")))
         for name, others in exact:
             together = [other for other in others if getattr(self, other) is not None]
             if getattr(self, name) and together:
@@ -132,6 +144,8 @@ class FrameBounds:
 
 # (frames, their average rate, bounds) -> indices below `frames`, not decreasing, at least one.
 PickIndices: TypeAlias = Callable[[int, Fraction, FrameBounds], Sequence[int]]
+# (begin, end) -> places in [begin, end), increasing.
+FindPlaces: TypeAlias = Callable[[int, int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +208,8 @@ class FrameTimes:
         appears = first < end and (not varies or self.ticks[first] == start)
         on_screen = first > 0 and start < stop and not appears
         if first >= end and not on_screen:
-            asked = f"{start_s or 0:g} s and {'the end' if end_s is None else f'{end_s:g} s'}"
-            text = f"selects nothing: no frame appears between {asked}, the video lasts {float(self.length_s):.3f} s"
+            between = _between(start_s, end_s)
+            text = f"selects nothing: no frame appears {between}, the video lasts {float(self.length_s):.3f} s"
             raise InvalidRequest(text, field=f"frame_sampling.{'end_s' if start_s is None else 'start_s'}")
         ticks = array("q", (start, *self.ticks[first:end])) if on_screen else self.ticks[first:end]
         next_tick = self.ticks[end] if end < len(self.ticks) else over
@@ -259,9 +273,13 @@ class Sampled:
     source_fps: Fraction | None
 
 
-def sample(times: FrameTimes, bounds: FrameBounds, wish: FrameSampling, pick: PickIndices) -> Sampled:
+def sample(
+    times: FrameTimes, bounds: FrameBounds, wish: FrameSampling, pick: PickIndices, find: FindPlaces | None = None
+) -> Sampled:
     """Selects frames of the part of a video that `wish` names.
 
+    find: of a mode, the frames that it chooses by: key frames, or the first of each shot. As many are sampled as would
+    be uniformly, of key frames all if there are fewer. The result is that of their `frame_indices`.
     Raises InvalidRequest if that part has no frames, or the video not those that `wish` names.
     """
     if wish.frame_indices:
@@ -271,7 +289,15 @@ def sample(times: FrameTimes, bounds: FrameBounds, wish: FrameSampling, pick: Pi
     if part.ticks[0] != times.ticks[first]:
         whole = replace(whole, constant=False)
     rate = whole if whole.constant else part.rate()
-    within = _chosen(part, rate, bounds.merged(wish), pick)
+    merged = bounds.merged(wish)
+    within = _chosen(part, rate, merged, pick)
+    if find is not None:
+        found = [place - first for place in _found(find, first, part, wish)]
+        if wish.mode == SHOTS and len(found) < len(within):
+            within = _by_shot(part, found, min(len(within), len(part.ticks)))
+        elif len(found) < len(part.ticks):
+            within = _among(part, found, replace(merged, num_frames=len(within)), pick)
+        return _exactly(times, [first + place for place in within], bounds.temporal_patch)
     step_s = len(part.ticks) / (len(within) * rate.per_s) if rate.constant else part.mean_step_s(within, rate)
     places = [first + place for place in within]
     if whole.constant:
@@ -303,6 +329,52 @@ def _chosen(times: FrameTimes, rate: FrameRate, bounds: FrameBounds, pick: PickI
     indices = len(picked) * _STEP_INDICES
     per_s = rate.per_s * indices / total  # they last as long as the part
     return _at_even_times(times, pick(indices, per_s, replace(bounds, num_frames=len(picked))), indices)
+
+
+def _found(find: FindPlaces, first: int, part: FrameTimes, wish: FrameSampling) -> Sequence[int]:
+    """What `find` finds in a part that begins at `first`. Raises InvalidRequest for nothing."""
+    found = find(first, first + len(part.ticks))
+    if not found:
+        raise InvalidRequest(
+            f"{wish.mode} selects nothing: no key frame appears {_between(wish.start_s, wish.end_s)}",
+            field="frame_sampling.mode",
+            value=wish.mode,
+            remedy=f"set `frame_sampling.mode` to {UNIFORM}",
+        )
+    return found
+
+
+def _among(times: FrameTimes, places: Sequence[int], bounds: FrameBounds, pick: PickIndices) -> list[int]:
+    """Those of `places` that would be sampled of a video that has no other frames. times: of the part."""
+    ticks = array("q", (times.ticks[place] for place in places))
+    tail_ticks = times.ticks[-1] + times.tail_ticks - ticks[-1]
+    alone = FrameTimes(ticks, tail_ticks, times.time_base, ())
+    return [places[number] for number in _chosen(alone, alone.rate(), bounds, pick)]
+
+
+def _by_shot(times: FrameTimes, firsts: Sequence[int], frames: int) -> list[int]:
+    """The places in `firsts`, and others up to `frames`: each goes to the shot whose frames are furthest apart.
+
+    times: of the part, which has at least so many frames. The frames of a shot are evenly spread over its time.
+    """
+    ends = [*firsts[1:], len(times.ticks)]
+    ticks = [*times.ticks, times.ticks[-1] + times.tail_ticks]
+    shots = list(zip(firsts, ends, strict=True))
+    counts = [1] * len(shots)
+    steps = [(float(ticks[first] - ticks[end]), shot) for shot, (first, end) in enumerate(shots) if end - first > 1]
+    heapq.heapify(steps)  # the longest first
+    for _ in range(frames - len(shots)):
+        _, shot = heapq.heappop(steps)
+        first, end = shots[shot]
+        counts[shot] += 1
+        if counts[shot] < end - first:
+            heapq.heappush(steps, ((ticks[first] - ticks[end]) / counts[shot], shot))
+    places: list[int] = []
+    for (first, end), count in zip(shots, counts, strict=True):
+        alone = FrameTimes(times.ticks[first:end], ticks[end] - ticks[end - 1], times.time_base, ())
+        indices = [number * _STEP_INDICES for number in range(count)]
+        places += [first + place for place in _at_even_times(alone, indices, count * _STEP_INDICES)]
+    return places
 
 
 def _at_even_times(times: FrameTimes, indices: Sequence[int], end: int) -> tuple[int, ...]:
@@ -341,6 +413,10 @@ def _padded(
         seconds_per_grid=temporal_patch * seconds_per_frame,
         source_fps=rate.per_s if rate.constant else None,
     )
+
+
+def _between(start_s: float | None, end_s: float | None) -> str:
+    return f"between {start_s or 0:g} s and {'the end' if end_s is None else f'{end_s:g} s'}"
 
 
 def _ticks_from(time_s: float, time_base: Fraction) -> int:

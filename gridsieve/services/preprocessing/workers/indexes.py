@@ -22,9 +22,9 @@ _MAX_RATES = 3
 
 
 def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
-    """A packet index as fields and int64 [pts, or times by order | sizes | keyframes].
+    """A packet index as fields and int64 [pts | sizes | keyframes], or [times by order | keyframes] without pts.
 
-    The receiver derives the times of frames.
+    The receiver derives frame times.
     """
     times = index.times
     shown = times.ticks if index.pts is None else index.pts
@@ -41,21 +41,19 @@ def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
         "dropped_frames": index.dropped_frames,
         "epochs": [part for each in index.epochs for part in (each.first_packet, each.shift, int(each.joined))],
     }
-    return facts, np.concatenate([np.asarray(each, np.int64) for each in (shown, index.sizes, index.keyframes)])
+    return facts, np.concatenate([np.asarray(each, np.int64) for each in (shown, index.sizes or (), index.keyframes)])
 
 
 def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
     """The inverse of `index_facts`. Raises PeerContract for an index that `read_packets` cannot have made."""
     frames = facts.integer("frames", 1, MAX_PACKETS)
     by_order = facts.integer("by_order", 0, 1)
-    timed = 0 if by_order else frames
-    pts, sizes, keyframes = np.split(numbers, (frames, frames + timed))
+    pts, sizes, keyframes = np.split(numbers, [frames, frames if by_order else 2 * frames])
     within = -MAX_PTS < numbers.min(initial=0) <= numbers.max(initial=0) < MAX_PTS
     in_order = bool((pts[1:] > pts[:-1]).all() and (keyframes[1:] >= keyframes[:-1]).all())
-    if sizes.size < timed or pts.size < frames or keyframes.size > MAX_PACKETS or not (within and in_order):
+    sized = by_order or (sizes.size == frames and 0 <= sizes.min() <= sizes.max() < 2**32)
+    if pts.size < frames or keyframes.size > MAX_PACKETS or not (within and in_order and sized):
         raise PeerContract("a worker's index is out of order or out of range")
-    if not 0 <= sizes.min(initial=0) <= sizes.max(initial=0) < 2**31:
-        raise PeerContract("a worker's index has packets of an impossible size")
     time_base = _fractions(facts, "time_base", 1)
     if len(time_base) != 1:
         raise PeerContract("a worker's index has no time base")
@@ -72,13 +70,13 @@ def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
         times=times,
         pts=None if by_order else array("q", pts.tobytes()),
         keyframes=array("q", keyframes.tobytes()),
-        sizes=array("I", sizes.astype(np.uint32).tobytes()),
         height_px=height,
         width_px=width,
         orientation=facts.integer("orientation", 1, 8),
         missing_frames=facts.integer("missing_frames", 0, MAX_MISSING),
         dropped_frames=facts.integer("dropped_frames", 0, MAX_PACKETS),
         epochs=_epochs(facts),
+        sizes=None if by_order else array("I", sizes.astype(np.uint32).tobytes()),
     )
 
 

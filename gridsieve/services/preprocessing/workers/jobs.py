@@ -22,6 +22,7 @@ from gridsieve.services.preprocessing.sources.source import Source
 from gridsieve.services.preprocessing.video.packets import MAX_PACKETS, PacketIndex
 from gridsieve.services.preprocessing.video.pictures import PictureIndex
 from gridsieve.services.preprocessing.video.resize import UInt8Array, View
+from gridsieve.services.preprocessing.video.shots import compared_keyframes
 from gridsieve.services.preprocessing.video.slices import PlannedVideo, Slice
 from gridsieve.services.preprocessing.workers.indexes import (
     index_facts,
@@ -105,6 +106,33 @@ class IndexPictures(_Reading):
 
     def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> PictureIndex:
         return picture_index_of(facts, self.ends)
+
+
+@dataclass(frozen=True, slots=True)
+class FindShots:
+    """Finds the first frames of the shots of a part of a video, as places. begin, end: of the part."""
+
+    source: Source
+    index: PacketIndex
+    begin: int
+    end: int
+    pieces: ClassVar[int] = 1
+    piece_bytes: ClassVar[int] = MAX_PACKETS * 8
+
+    @property
+    def frames(self) -> int:
+        return len(compared_keyframes(self.index, self.begin, self.end))
+
+    def order(self, done: int) -> Order:
+        facts, numbers = index_facts(self.index)
+        return Order("find_shots", facts | {"begin": self.begin, "end": self.end}, numbers)
+
+    def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> tuple[int, ...]:
+        places = data[: data.size // 8 * 8].view(np.int64)
+        in_order = bool((places[1:] > places[:-1]).all())
+        if not (places.size and places[0] == self.begin and places[-1] < self.end and in_order):
+            raise PeerContract("a worker's shots are out of order or out of range")
+        return tuple(places.tolist())
 
 
 @dataclass(frozen=True, slots=True)

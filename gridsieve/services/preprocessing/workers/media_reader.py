@@ -15,12 +15,12 @@ from gridsieve.services.preprocessing.sources.source import Source
 from gridsieve.services.preprocessing.video.packets import PacketIndex
 from gridsieve.services.preprocessing.video.pictures import PictureIndex
 from gridsieve.services.preprocessing.workers.job_queue import JobQueue
-from gridsieve.services.preprocessing.workers.jobs import IndexPictures, IndexVideo, Job
+from gridsieve.services.preprocessing.workers.jobs import FindShots, IndexPictures, IndexVideo, Job
 
-T = TypeVar("T", PacketIndex, PictureIndex)
+T = TypeVar("T", PacketIndex, PictureIndex, tuple[int, ...])
 
-# By the kind of the job and the digest of the media.
-Indexes: TypeAlias = LastUsed[tuple[str, bytes], PacketIndex | PictureIndex]
+# By what was read, and the digest of the media.
+Indexes: TypeAlias = LastUsed[tuple[str, bytes], PacketIndex | PictureIndex | tuple[int, ...]]
 _MAX_INDEX_BYTES = 2**26
 
 
@@ -29,12 +29,14 @@ def indexes(on_get: Callable[[bool], None] = lambda _: None) -> Indexes:
     return LastUsed(_MAX_INDEX_BYTES, _size_of, on_get)
 
 
-def _size_of(index: PacketIndex | PictureIndex) -> int:
+def _size_of(index: PacketIndex | PictureIndex | tuple[int, ...]) -> int:
     """Bytes of memory, roughly."""
+    if isinstance(index, tuple):
+        return 512 + 8 * len(index)
     if isinstance(index, PictureIndex):
         return 512 + 64 * len(index.ends)
     numbers = len(index.keyframes) + sum(len(each) for each in (index.times.ticks, index.pts or ()))
-    return 1024 + 8 * numbers + 4 * len(index.sizes) + 128 * len(index.epochs)
+    return 1024 + 8 * numbers + 4 * len(index.sizes or ()) + 128 * len(index.epochs)
 
 
 class MediaReader:
@@ -43,9 +45,10 @@ class MediaReader:
     The event loop's thread creates and cancels it; the planning thread calls the other methods.
     """
 
-    def __init__(self, pool: JobQueue, known: Indexes) -> None:
-        """known: what earlier requests read."""
+    def __init__(self, pool: JobQueue, decoding: JobQueue, known: Indexes) -> None:
+        """pool: reads headers and packets. decoding: decodes key frames. known: what earlier requests read."""
         self._pool = pool
+        self._decoding = decoding
         self._known = known
         self._loop = asyncio.get_running_loop()
         self._running: asyncio.Task[object] | None = None
@@ -53,11 +56,15 @@ class MediaReader:
 
     def packets(self, source: Source) -> PacketIndex:
         """As `read_packets`. Raises Unavailable once the request is cancelled."""
-        return self._read(IndexVideo(source))
+        return self._read(IndexVideo(source), self._pool)
+
+    def shots(self, source: Source, index: PacketIndex, begin: int, end: int) -> tuple[int, ...]:
+        """As `find_shots`. Raises Unavailable once the request is cancelled."""
+        return self._read(FindShots(source, index, begin, end), self._decoding, f" {begin} {end}")
 
     def pictures(self, source: Source, ends: tuple[int, ...]) -> PictureIndex:
         """As `read_pictures`; the source's digest must depend on `ends`. Raises Unavailable once cancelled."""
-        return self._read(IndexPictures(source, ends))
+        return self._read(IndexPictures(source, ends), self._pool)
 
     def check_cancelled(self) -> None:
         """Raises Unavailable once the request is cancelled."""
@@ -70,22 +77,23 @@ class MediaReader:
         if self._running is not None:
             self._running.cancel()
 
-    def _read(self, job: Job[T]) -> T:
+    def _read(self, job: Job[T], queue: JobQueue, part: str = "") -> T:
+        """part: of the media, where only that is read."""
         self.check_cancelled()
-        key = type(job).__name__, job.source.digest
+        key = f"{type(job).__name__}{part}", job.source.digest
         found = cast("T | None", self._known.get(key))
         if found is None:
-            found = asyncio.run_coroutine_threadsafe(self._call(job), self._loop).result()
+            found = asyncio.run_coroutine_threadsafe(self._call(job, queue), self._loop).result()
             self._known.put(key, found)
         return found
 
-    async def _call(self, job: Job[T]) -> T:
+    async def _call(self, job: Job[T], queue: JobQueue) -> T:
         # The planning thread is not interrupted itself: it would close the file before the worker has been stopped.
         self._running = asyncio.current_task()
         try:
             if self._cancelled:
                 raise asyncio.CancelledError
-            return await self._pool.call(job)
+            return await queue.call(job)
         except asyncio.CancelledError as error:
             raise _cancelled() from error
 

@@ -32,6 +32,7 @@ from gridsieve.common.sealed_memory import sealed
 from gridsieve.services.preprocessing.sources.source import Source, check_file_size
 from gridsieve.services.preprocessing.video.packets import PacketIndex, read_packets
 from gridsieve.services.preprocessing.video.pictures import PictureIndex, read_pictures
+from gridsieve.services.preprocessing.video.shots import find_shots
 from gridsieve.services.preprocessing.video.slices import PlannedVideo, Slice
 from gridsieve.services.preprocessing.video.stream import StreamFrame, stream_frames
 from gridsieve.services.preprocessing.workers.indexes import (
@@ -101,6 +102,13 @@ def index_pictures(task: Task) -> Generator[Piece, None, None]:
     yield Piece(picture_index_facts(read_pictures(task.source, task.numbers.tolist(), task.progress)))
 
 
+def find_shots_of(task: Task) -> Generator[Piece, None, None]:
+    index = index_of(task.facts, task.numbers)
+    end = task.facts.integer("end", 1, len(index.times.ticks))
+    shots = find_shots(task.source, index, task.facts.integer("begin", 0, end - 1), end, task.progress)
+    yield Piece({}, np.asarray(shots, np.int64))
+
+
 def video_slices(task: Task) -> Generator[Piece, None, None]:
     return _slices(task, lambda numbers: index_of(task.facts, numbers))
 
@@ -156,6 +164,7 @@ def _tile_px(facts: Facts) -> SizePx | None:
 JOBS: JobTable = {
     "index_video": index_video,
     "index_pictures": index_pictures,
+    "find_shots": find_shots_of,
     "video_slices": video_slices,
     "picture_frames": picture_frames,
     "watched_frames": watched_frames,
