@@ -83,6 +83,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         self._quick = quick
         self._slow = slow
         self._reading_queue = reading_queue
+        self._decoding_queue = decoding_queue
         self._decoding = SegmentedDecoding(decoding_queue)
         self._holding = ByteSemaphore(held_bytes)
         self._max_inline_bytes = max_inline_bytes
