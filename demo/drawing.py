@@ -72,7 +72,7 @@ def render(scene: Scene) -> Iterator[Pixels]:
 
 
 def encode(scene: Scene, keyframe_every_s: float | None = None) -> bytes:
-    """The scene as an H.264 mp4 file. keyframe_every_s: and nowhere else; None: where x264 puts key frames."""
+    """The scene as an H.264 mp4 file. keyframe_every_s: and nowhere else; None: where x264 puts keyframes."""
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=Fraction(scene.fps))

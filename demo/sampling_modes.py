@@ -1,7 +1,7 @@
-"""Exact match of the demo model on unseen clips, by sampling mode and key frames: `python -m demo.sampling_modes`.
+"""Exact match of the demo model on unseen clips, by sampling mode and keyframes: `python -m demo.sampling_modes`.
 
-Each clip is encoded with key frames at several intervals. "between": clips whose motions all begin and end between two
-key frames. The table is Markdown.
+Each clip is encoded with keyframes at several intervals. "between": clips whose motions all begin and end between two
+keyframes. The table is Markdown.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ANSWERS_IN_FLIGHT = 16
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """interval: of key frames, as it is printed. frames: how they are chosen. clips: of which kind of scenes."""
+    """interval: of keyframes, as it is printed. frames: how they are chosen. clips: of which kind of scenes."""
 
     interval: str
     frames: str
@@ -40,7 +40,7 @@ class Case:
 
 
 def wishes(every_s: int | None) -> dict[str, dict[str, Any]]:
-    """How frames are chosen of clips with this interval of key frames, by name."""
+    """How frames are chosen of clips with this interval of keyframes, by name."""
     keyframes: dict[str, dict[str, Any]] = {"keyframes": {"mode": "keyframes"}}
     if every_s is not None:
         return keyframes | {"uniform, as many": {"num_frames": DURATION_S // every_s}, "uniform": {}}
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--clips", type=int, default=40)
     clips = parser.parse_args().clips
     unwind_on_signals()
-    print("| key frames | frames | clips | right | questions | frames, on average |\n|---|---|---|---|---|---|")
+    print("| keyframes | frames | clips | right | questions | frames, on average |\n|---|---|---|---|---|---|")
     for case, answers in asyncio.run(answered(clips)).items():
         right, frames = (statistics.fmean(each) for each in zip(*answers, strict=True))
         print(f"| {case.interval} | {case.frames} | {case.clips} | {right:.3f} | {len(answers)} | {frames:.1f} |")

@@ -125,7 +125,7 @@ class FrameFlags:
     mode: Annotated[
         str | None,
         of_media(
-            help=f"Which frames are used. {UNIFORM}: evenly spread ones. {KEYFRAMES}: as many key frames, or all if "
+            help=f"Which frames are used. {UNIFORM}: evenly spread ones. {KEYFRAMES}: as many keyframes, or all if "
             "there are fewer; they cost a fraction of the decoding, but miss what happens between them. "
             f"{SHOTS}: as many, among them the first frame of each shot. Default: {UNIFORM}."
         ),

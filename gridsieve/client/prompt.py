@@ -203,7 +203,7 @@ class Video(_Media):
     fps, min_frames, max_frames, max_pixels (per frame): None: the checkpoint's default.
     start_s, end_s: the part to sample, in seconds; None: from the start, to the end.
     num_frames: so many, evenly spaced, or all if there are fewer; not together with fps, min_frames or max_frames.
-    mode: which frames: "uniform", evenly spread; "keyframes", key frames alone, which cost a fraction of the decoding;
+    mode: which frames: "uniform", evenly spread; "keyframes", keyframes alone, which cost a fraction of the decoding;
         "shots", the first of each shot before others. The fields above then say how many at most, and of which part.
         None: "uniform".
     frame_indices: exactly these frames, counted from 0, increasing; not together with the fields above but max_pixels.

@@ -118,7 +118,7 @@ async def test_every_part_is_answered_as_by_grpc(stack: Stack, http: httpx.Clien
     assert_same(got, wanted)
 
 
-async def test_key_frames_are_answered_as_these_frames_by_grpc_and_the_usage_tells_it(
+async def test_keyframes_are_answered_as_these_frames_by_grpc_and_the_usage_tells_it(
     stack: Stack, http: httpx.Client
 ) -> None:
     clip = media.clip(16, fps=4, keyframe_every=4)

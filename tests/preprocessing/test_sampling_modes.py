@@ -1,4 +1,4 @@
-"""Frames that are chosen by key frames and shots, as if the caller had named them; what modes refuse."""
+"""Frames that are chosen by keyframes and shots, as if the caller had named them; what modes refuse."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def distinct(made: planning.PlannedPrompt) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CLIPS)
-def test_key_frames_are_laid_out_and_decoded_as_if_the_request_named_them(family_checkpoint: Path, name: str) -> None:
+def test_keyframes_are_laid_out_and_decoded_as_if_the_request_named_them(family_checkpoint: Path, name: str) -> None:
     keyframes = keyframes_of(CLIPS[name])
     assert len(keyframes) >= 5
     plan, frames = planning.sent_of(family_checkpoint, planning.video(CLIPS[name], mode="keyframes", num_frames=60))
@@ -73,15 +73,15 @@ def test_key_frames_are_laid_out_and_decoded_as_if_the_request_named_them(family
     ],
     ids=str,
 )
-def test_as_many_key_frames_as_would_be_sampled_uniformly_spread_over_the_part(
+def test_as_many_keyframes_as_would_be_sampled_uniformly_spread_over_the_part(
     tiny_checkpoint: Path, wish: dict[str, Any], expected: list[int]
 ) -> None:
-    """Of 96 frames at 30 a second each twelfth is a key frame."""
+    """Of 96 frames at 30 a second each twelfth is a keyframe."""
     made = planning.planned(tiny_checkpoint, planning.video(clip(96, options=B_FRAMES), mode="keyframes", **wish))
     assert distinct(made) == expected
 
 
-def test_where_all_frames_are_key_frames_they_are_those_of_uniform(tiny_checkpoint: Path) -> None:
+def test_where_all_frames_are_keyframes_they_are_those_of_uniform(tiny_checkpoint: Path) -> None:
     data = clip(40, codec="mjpeg", container="mov")
     uniform, keyframes = (
         distinct(planning.planned(tiny_checkpoint, planning.video(data, mode=mode)))
@@ -97,8 +97,8 @@ def test_of_pictures_each_is_a_key_frame(tiny_checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CLIPS)
-def test_packets_between_key_frames_are_neither_decoded_nor_read_to_the_next(name: str) -> None:
-    """Beyond a key frame's packet one more is read, which shows that the key frame is whole."""
+def test_packets_between_keyframes_are_neither_decoded_nor_read_to_the_next(name: str) -> None:
+    """Beyond a keyframe's packet one more is read, which shows that the keyframe is whole."""
     source, read = bytes_source("video", CLIPS[name]), 0
 
     def progress() -> None:
@@ -116,12 +116,12 @@ def test_packets_between_key_frames_are_neither_decoded_nor_read_to_the_next(nam
     [
         (
             planning.video(clip(20, container="avi", codec="mpeg4"), mode="keyframes"),
-            "frame_sampling.mode keyframes is not possible: the container does not tell which frames are key frames",
+            "frame_sampling.mode keyframes is not possible: the container does not tell which frames are keyframes",
         ),
         (planning.video(clip(20, container="h264"), mode="shots"), "frame_sampling.mode shots is not possible"),
         (
             planning.video(CLIPS["B-frames"], mode="keyframes", start_s=0.05, end_s=0.3),
-            "keyframes selects nothing: no key frame appears between 0.05 s and 0.3 s",
+            "keyframes selects nothing: no keyframe appears between 0.05 s and 0.3 s",
         ),
         (
             planning.pictures(pictures_of(clip(2)), (0, 1), mode="shots"),
@@ -149,7 +149,7 @@ def test_a_mode_that_does_not_exist_or_that_says_nothing_is_refused(wish: dict[s
 
 
 def film(scenecut: bool) -> bytes:
-    """Four shots, each a colour with a bright square that moves. Without scenecut a key frame comes every second."""
+    """Four shots, each a colour with a bright square that moves. Without scenecut keyframes are two seconds apart."""
     options = {"g": str(GROUP), "bf": "2"} | ({} if scenecut else {"sc_threshold": "0", "keyint_min": str(GROUP)})
     if not scenecut:
         options["x264-params"] = "scenecut=0"
@@ -175,7 +175,7 @@ def scene(shot: int, number: int) -> NDArray[np.uint8]:
 
 @pytest.mark.parametrize("scenecut", [True, False])
 def test_shots_begin_where_they_were_cut(tiny_checkpoint: Path, scenecut: bool) -> None:
-    """Whether the encoder put key frames there or not. A B-frame may show the new shot before the packet that tells."""
+    """Whether the encoder put keyframes there or not. A B-frame may show the new shot before the packet that tells."""
     places = distinct(planning.planned(tiny_checkpoint, planning.video(film(scenecut), mode="shots", num_frames=4)))
     assert len(places) == 4
     assert all(0 <= place - cut <= 2 for place, cut in zip(places, SHOT_FRAMES, strict=True))

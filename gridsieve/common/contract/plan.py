@@ -39,7 +39,7 @@ MAX_FRAME_SIDE_PX = 2**15
 # Of the values of frames, which are levels from 0 to 255: rounded, or as resampling made them, some beyond these ends.
 FRAME_DTYPES = (DType.UINT8, DType.FLOAT32)
 DIGEST_BYTES = 32
-# Which frames of a video are sampled: evenly spread ones, key frames alone, or the first of each shot before others.
+# Which frames of a video are sampled: evenly spread ones, keyframes alone, or the first of each shot before others.
 SAMPLING_MODES = (UNIFORM, KEYFRAMES, SHOTS) = ("uniform", "keyframes", "shots")
 _SALT_DOMAIN = b"gridsieve salted v1"
 

@@ -250,7 +250,7 @@ class Planner:
         by_time: bool = False,
         find: FindPlaces | None = None,
     ) -> _Item:
-        """find: as of `sample`. A video of pictures has none: each is a key frame."""
+        """find: as of `sample`. A video of pictures has none: each is a keyframe."""
         bounds, dtype = self._family.frame_bounds, self._family.frame_dtype
         sampled = sample(times, bounds, sampling, self._family.sample_indices, find)
         source_px = index.height_px, index.width_px
@@ -377,7 +377,7 @@ def _find(index: PacketIndex, mode: str | None, shots: FindPlaces) -> FindPlaces
         return None
     if not index.keyframes:
         raise InvalidRequest(
-            f"{mode} is not possible: the container does not tell which frames are key frames",
+            f"{mode} is not possible: the container does not tell which frames are keyframes",
             field="frame_sampling.mode",
             value=mode,
             remedy=f"set `frame_sampling.mode` to {UNIFORM}, or put the video into an MP4 or Matroska file",

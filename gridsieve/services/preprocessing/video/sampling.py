@@ -10,8 +10,8 @@ in which a frame counts at most one step, so that none is sent twice while anoth
 Modes choose by places that their caller finds: "keyframes" among these alone, as among the frames of a video that has
 no others; "shots" takes these, and fills each shot evenly in time.
 
-    shots        |0           |7  |9               |18
-    sent, of 8    ^   ^   ^    ^   ^   ^   ^   ^    ^...            the next frame goes where the steps are longest
+    shots    |. . . . . .|. .|. . . . . . . .|
+    sent      0     3     6   8   10    13        six: the next goes where frames are furthest apart
 
 It works on presentation times only and knows neither containers nor codecs nor families.
 """
@@ -278,8 +278,8 @@ def sample(
 ) -> Sampled:
     """Selects frames of the part of a video that `wish` names.
 
-    find: of a mode, the frames that it chooses by: key frames, or the first of each shot. As many are sampled as would
-    be uniformly, of key frames all if there are fewer. The result is that of their `frame_indices`.
+    find: of a mode, the frames that it chooses by: keyframes, or the first of each shot. As many are sampled as would
+    be uniformly, of keyframes all if there are fewer. The result is that of their `frame_indices`.
     Raises InvalidRequest if that part has no frames, or the video not those that `wish` names.
     """
     if wish.frame_indices:
@@ -336,7 +336,7 @@ def _found(find: FindPlaces, first: int, part: FrameTimes, wish: FrameSampling) 
     found = find(first, first + len(part.ticks))
     if not found:
         raise InvalidRequest(
-            f"{wish.mode} selects nothing: no key frame appears {_between(wish.start_s, wish.end_s)}",
+            f"{wish.mode} selects nothing: no keyframe appears {_between(wish.start_s, wish.end_s)}",
             field="frame_sampling.mode",
             value=wish.mode,
             remedy=f"set `frame_sampling.mode` to {UNIFORM}",

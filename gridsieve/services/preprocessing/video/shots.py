@@ -1,19 +1,20 @@
-"""The first frames of a video's shots, by the sizes of packets and the pictures of key frames: nothing else is decoded.
+"""The first frames of a video's shots, by the sizes of packets and the pictures of keyframes: nothing else is decoded.
 
-Where a shot begins, a frame cannot be predicted from the one before it, and its packet is about as large as a key
-frame's:
+Where a shot begins, a frame cannot be predicted from the frame before it, and its packet is about as large as a
+keyframe's:
 
     packets      K . . . . P . . . K . . . . . . . . K . . . .
-    key frames   A                 B                 B            neighbours are compared
+    keyframes    A                 B                 B            neighbours are compared
     shots begin  ^         ^                                      between A and B, at the large packet
 
-A packet that large begins a shot. A key frame begins one if it differs from the key frame before it, unless a large
-packet between the two explains the difference and the key frame comes when the encoder's interval ends: encoders put a
-key frame sooner where a shot begins. A shot lasts at least 0.6 s. A dissolve is found at the key frame after it.
+A packet that large begins a shot. A keyframe begins a shot if its picture differs from that of the keyframe before it,
+unless a large packet between the two explains the difference. If the keyframe comes before the encoder's interval ends,
+it begins a shot in either case: encoders put a keyframe there where a shot begins. A shot lasts at least 0.6 s. A
+dissolve is found at the keyframe after it.
 
 Source: `ContentDetector` of PySceneDetect 0.6 (mean absolute difference of hue, saturation and value, at least 27) for
 pictures; its `AdaptiveDetector` (3 times the mean of two neighbours on either side) for packets; its command's
---min-scene-len; `scenecut` of x264, which puts key frames where shots begin.
+--min-scene-len; `scenecut` of x264, which puts keyframes where shots begin.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from gridsieve.services.preprocessing.sources.source import Source
 from gridsieve.services.preprocessing.video.decode import decode_frames
 from gridsieve.services.preprocessing.video.packets import PacketIndex
 
-# Of more key frames than these, evenly spread ones are compared.
+# Of more keyframes than these, evenly spread ones are compared.
 MAX_COMPARED = 1024
 MIN_SHOT_S = 0.6
 _CONTENT_THRESHOLD = 27.0
 _ADAPTIVE_RATIO, _WINDOW = 3.0, 2
-# Of the smaller of the key frames around it. P-frames of fast motion stay below.
+# Of the smaller of the keyframes around it. P-frames of fast motion stay below.
 _OF_A_KEY_FRAME = 0.5
 # An interval below this share of the longest one was ended by the encoder.
 _SOONER = 0.9
@@ -44,7 +45,7 @@ _CHANNELS = np.array([180 / 256, 1, 1], np.float32)
 
 
 def compared_keyframes(index: PacketIndex, begin: int, end: int) -> list[int]:
-    """The places of the key frames that are compared to find the shots of the frames [begin, end)."""
+    """The places of the keyframes that are compared to find the shots of the frames [begin, end)."""
     places = index.keyframe_places(0, end)
     first = max((number for number, place in enumerate(places) if place <= begin), default=0)
     places = places[first:]
@@ -77,7 +78,7 @@ def find_shots(
 
 
 def _differences(source: Source, index: PacketIndex, keys: Sequence[int], progress: Callable[[], None]) -> list[bool]:
-    """Whether each key frame after the first is another picture than the one before it."""
+    """Whether each keyframe after the first is another picture than the one before it."""
     found: list[bool] = []
     last: NDArray[np.float32] | None = None
     for frame in decode_frames(source, index, keys, progress):
@@ -91,7 +92,7 @@ def _differences(source: Source, index: PacketIndex, keys: Sequence[int], progre
 
 
 def _sizes(index: PacketIndex) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """The bytes of each frame's packet, and whether they stand out from those around them; a key frame's do not."""
+    """The bytes of each frame's packet, and whether they stand out from those around them; a keyframe's do not."""
     assert index.sizes is not None
     sizes = np.asarray(index.sizes, np.float64)
     width = 2 * _WINDOW + 1

@@ -46,7 +46,7 @@ class MediaReader:
     """
 
     def __init__(self, pool: JobQueue, decoding: JobQueue, known: Indexes) -> None:
-        """pool: reads headers and packets. decoding: decodes key frames. known: what earlier requests read."""
+        """pool: reads headers and packets. decoding: decodes keyframes. known: what earlier requests read."""
         self._pool = pool
         self._decoding = decoding
         self._known = known
