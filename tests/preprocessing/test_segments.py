@@ -146,6 +146,9 @@ async def test_pictures_are_divided_by_their_bytes(queue: JobQueue, jobs: list[t
     video = PlannedVideo(source, read_pictures(source, ends), tuple(range(8)), 2, (HEIGHT_PX, WIDTH_PX))
     assert_equal(await segmented(queue, video), list(video.slices()))
     assert len(jobs) == WORKERS
+    alone = bytes_source("picture", files.getvalue()[: ends[0]])
+    image = PlannedVideo(alone, read_pictures(alone, ()), (0,), 1, (HEIGHT_PX, WIDTH_PX))
+    assert_equal(await segmented(queue, image), list(image.slices()))
 
 
 async def test_more_segments_than_workers_follow_one_another_where_the_budget_is_small(

@@ -52,7 +52,7 @@ class SegmentedDecoding:
     async def slices_of(self, job: VideoSlices) -> AsyncIterator[AsyncGenerator[Slice, None]]:
         """As `JobQueue.stream`, with as many workers as are idle."""
         idle = self._queue.idle
-        if idle < 2 or job.begin or len(job.video.views) > 1:
+        if idle < 2 or job.pieces < 2 or job.begin or len(job.video.views) > 1:
             async with self._queue.stream(job) as slices:
                 yield slices
             return
