@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import struct
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -66,7 +67,7 @@ async def test_pictures_are_answered_like_the_clip_whose_frames_they_are(stack: 
         by_pictures = await client.ask(video, QUESTION, **options)
         assert by_pictures.token_ids == by_clip.token_ids
         assert by_pictures.logprobs == pytest.approx(by_clip.logprobs, abs=1e-4)
-        assert by_pictures.usage.media == by_clip.usage.media
+        assert by_pictures.usage.media == tuple(replace(each, sampling_mode="") for each in by_clip.usage.media)
         before = await work_done(stack)
         assert (await client.ask(video, QUESTION, **options)).token_ids == by_clip.token_ids
         assert await work_done(stack) == before
