@@ -73,13 +73,6 @@ def write_repeated(path: Path, data: bytes, times: int, fps: int) -> None:
                 output.mux(packet)
 
 
-def repeated(data: bytes, times: int, fps: int) -> bytes:
-    """The packets of an mp4 file over and over, in one file."""
-    with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
-        write_repeated(Path(file.name), data, times, fps)
-        return Path(file.name).read_bytes()
-
-
 def scene_clip(number: int) -> bytes:
     """A clip as the demo's, of a scene that no training used."""
     return encode(random_scene(FIRST_SEED + number))

@@ -86,6 +86,15 @@ async def test_damage_is_repaired_as_by_one_worker(
     assert jobs == [(0, 30, 0), (30, 60, 0), *[(30, 60, 0)] * remade]
 
 
+async def test_a_segment_of_damage_alone_repeats_the_frame_before_it(queue: JobQueue) -> None:
+    """Twelve segments of five slices: the last one can decode nothing."""
+    video = planned(without_packets(KEYFRAMES, range(110, 120)), step=1)
+    queue.inflight.size_bytes = WORKERS * 5 * MIB
+    alone = list(video.slices())
+    assert sum(each.repaired_frames for each in alone) == 10
+    assert_equal(await segmented(queue, video), alone)
+
+
 async def test_damage_of_all_segments_counts_together(queue: JobQueue) -> None:
     damaged = [*range(21, 28), *range(91, 98)]
     with pytest.raises(

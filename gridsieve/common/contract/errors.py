@@ -164,7 +164,7 @@ def within(name: str) -> Iterator[None]:
     try:
         yield
     except GridsieveError as error:
-        error.field = name if error.field is None else f"{name}.{error.field}"
+        error.field = name if error.field in (None, name) else f"{name}.{error.field}"
         raise
 
 

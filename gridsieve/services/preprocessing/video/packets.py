@@ -6,7 +6,6 @@ header's frame count and duration are not trusted: damaged files declare missing
 
 from __future__ import annotations
 
-import bisect
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from fractions import Fraction
 from itertools import chain, islice, pairwise
 
 import av
+import numpy as np
 from av.container import InputContainer
 from av.packet import Packet
 from av.stream import Disposition
@@ -77,11 +77,12 @@ class PacketIndex:
     sizes: array[int] | None = None
 
     def keyframe_places(self, begin: int, end: int) -> list[int]:
-        """The places of keyframes among the frames [begin, end), increasing. None where their times are not known."""
+        """The places of keyframes among the frames [begin, end), increasing. Empty where their times are not known."""
         if self.pts is None:
             return []
-        places = {bisect.bisect_left(self.pts, each) for each in self.keyframes}
-        return sorted(each for each in places if begin <= each < end)
+        places = np.unique(np.searchsorted(np.asarray(self.pts), np.asarray(self.keyframes)))
+        found: list[int] = places[(places >= begin) & (places < end)].tolist()
+        return found
 
 
 @contextmanager

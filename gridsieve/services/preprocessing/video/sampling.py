@@ -293,11 +293,12 @@ def sample(
     within = _chosen(part, rate, merged, pick)
     if find is not None:
         found = [place - first for place in _found(find, first, part, wish)]
-        if wish.mode == SHOTS and len(found) < len(within):
-            within = _by_shot(part, found, min(len(within), len(part.ticks)))
-        elif len(found) < len(part.ticks):
-            within = _among(part, found, replace(merged, num_frames=len(within)), pick)
-        return _exactly(times, [first + place for place in within], bounds.temporal_patch)
+        if len(found) < len(part.ticks):
+            if wish.mode == SHOTS and len(found) < len(within):
+                within = _by_shot(part, found, min(len(within), len(part.ticks)))
+            else:
+                within = _among(part, found, replace(merged, num_frames=len(within)), pick)
+            return _exactly(times, [first + place for place in within], bounds.temporal_patch)
     step_s = len(part.ticks) / (len(within) * rate.per_s) if rate.constant else part.mean_step_s(within, rate)
     places = [first + place for place in within]
     if whole.constant:

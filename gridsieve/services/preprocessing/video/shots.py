@@ -9,7 +9,7 @@ keyframe's:
 
 A packet that large begins a shot. A keyframe begins a shot if its picture differs from that of the keyframe before it,
 unless a large packet between the two explains the difference. If the keyframe comes before the encoder's interval ends,
-it begins a shot in either case: encoders put a keyframe there where a shot begins. A shot lasts at least 0.6 s. A
+the packet does not explain it: encoders put a keyframe there where a shot begins. A shot lasts at least 0.6 s. A
 dissolve is found at the keyframe after it.
 
 Source: `ContentDetector` of PySceneDetect 0.6 (mean absolute difference of hue, saturation and value, at least 27) for
@@ -81,7 +81,7 @@ def _differences(source: Source, index: PacketIndex, keys: Sequence[int], progre
     """Whether each keyframe after the first is another picture than the one before it."""
     found: list[bool] = []
     last: NDArray[np.float32] | None = None
-    for frame in decode_frames(source, index, keys, progress):
+    for frame in decode_frames(source, index, keys, progress, whole=len(index.times.ticks)):
         picture = Image.fromarray(frame.pixels)
         small = picture.reduce(max(1, picture.width // _COMPARED_PX)).convert("HSV")
         made = np.asarray(small, np.float32) * _CHANNELS

@@ -128,7 +128,9 @@ class FindShots:
         return Order("find_shots", facts | {"begin": self.begin, "end": self.end}, numbers)
 
     def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> tuple[int, ...]:
-        places = data[: data.size // 8 * 8].view(np.int64)
+        if data.size % 8:
+            raise PeerContract("a worker's shots are not an array of int64")
+        places = data.view(np.int64)
         in_order = bool((places[1:] > places[:-1]).all())
         if not (places.size and places[0] == self.begin and places[-1] < self.end and in_order):
             raise PeerContract("a worker's shots are out of order or out of range")
@@ -148,8 +150,8 @@ class VideoSlices:
 
     begin, end: the temporal slices to make, of all those of the video; end defaults to their number. threads: of the
         codec.
-    made_before: repaired frames of each slice before `begin`, if the job continues another one; if it does not, `begin`
-        is at a keyframe. A job object is run only once.
+    made_before: repaired frames of each slice before `begin`, if the job continues another one; if it does not,
+        decoding begins at the keyframe before `begin`. A job object is run only once.
     """
 
     video: PlannedVideo

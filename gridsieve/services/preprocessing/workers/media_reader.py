@@ -32,7 +32,7 @@ def indexes(on_get: Callable[[bool], None] = lambda _: None) -> Indexes:
 def _size_of(index: PacketIndex | PictureIndex | tuple[int, ...]) -> int:
     """Bytes of memory, roughly."""
     if isinstance(index, tuple):
-        return 512 + 8 * len(index)
+        return 512 + 40 * len(index)
     if isinstance(index, PictureIndex):
         return 512 + 64 * len(index.ends)
     numbers = len(index.keyframes) + sum(len(each) for each in (index.times.ticks, index.pts or ()))

@@ -18,12 +18,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 
 from gridsieve.common.contract.errors import MediaDamaged
 from gridsieve.services.preprocessing.video.cost import SliceCosts, slice_costs
 from gridsieve.services.preprocessing.video.decode import MAX_REPAIRED_SHARE, THREADED_FROM_PX
+from gridsieve.services.preprocessing.video.pictures import PictureIndex
 from gridsieve.services.preprocessing.video.slices import PlannedVideo, Slice
 from gridsieve.services.preprocessing.workers.job_queue import MIN_PIECE_BYTES, JobQueue
 from gridsieve.services.preprocessing.workers.jobs import VideoSlices
@@ -34,6 +36,8 @@ _MIN_S = 0.03
 _MAX_TWICE = 1 / 8
 # How much sooner a codec with so many threads is done. With more than eight, each gains less than its own cost.
 GAINS = {1: 1.0, 2: 1.7, 4: 2.4, 8: 3.1}
+# A codec holds a frame for each thread beside those that others refer to, sixteen at most: 1.2 GB of 10 bits.
+_MANY_THREADS_TO_PX = 2**24
 _HALVINGS = 20
 # A video is divided if its longest segment takes less than this share of its time.
 _GAIN_FROM = 0.9
@@ -53,14 +57,14 @@ class SegmentedDecoding:
         """As `JobQueue.stream`, with as many workers as are idle."""
         idle = self._queue.idle
         if idle < 2 or job.pieces < 2 or job.begin or len(job.video.views) > 1:
-            async with self._queue.stream(job) as slices:
+            async with self._queue.stream(replace(job, threads=2 if idle > 1 else 1)) as slices:
                 yield slices
             return
         costs = slice_costs(job.video)
         segments = self._segments(job, costs, idle)
         async with (
             aclosing(self._joined(segments, idle)) as slices,
-            aclosing(self._learning(slices, costs)) as learning,
+            aclosing(self._learning(slices, costs, segments[0].threads)) as learning,
         ):
             yield learning
 
@@ -74,17 +78,19 @@ class SegmentedDecoding:
         if workers * fitting < job.end:
             threads, (ends, _) = 1, segment_ends(costs, -(-job.end // (idle * fitting)) * idle)
         else:
-            gains = GAINS if video.index.height_px * video.index.width_px >= THREADED_FROM_PX else {1: 1.0}
-            divided = {threads: segment_ends(costs, workers // threads) for threads in gains if threads <= workers}
-            threads = min(divided, key=lambda each: divided[each][1] / gains[each])
+            most = _most_threads(video) if _possible_segments(costs, workers) < workers else 1
+            divided = {each: segment_ends(costs, workers // each) for each in GAINS if each <= min(most, workers)}
+            threads = min(divided, key=lambda each: divided[each][1] / GAINS[each])
             ends, _ = divided[threads]
         return [VideoSlices(video, begin, end, threads) for begin, end in zip([0, *ends], ends, strict=False)]
 
-    async def _learning(self, slices: AsyncGenerator[Slice, None], costs: SliceCosts) -> AsyncGenerator[Slice, None]:
+    async def _learning(
+        self, slices: AsyncGenerator[Slice, None], costs: SliceCosts, threads: int
+    ) -> AsyncGenerator[Slice, None]:
         """The slices of a video; after the last one, compares their times with what was expected."""
         taken_s = 0.0
         async for made in slices:
-            taken_s += made.decode_s + made.resize_s
+            taken_s += made.decode_s * GAINS[threads] + made.resize_s
             yield made
         slowness = min(max(taken_s / float(costs.continued.sum()), 1 / _MAX_SLOWNESS), _MAX_SLOWNESS)
         self._slowness += (slowness - self._slowness) * _WEIGHT
@@ -100,13 +106,19 @@ class SegmentedDecoding:
                     stream = self._queue.stream(each, gives_way=each.begin > 0)
                     opened.append((own, await own.enter_async_context(stream)))
                 own, slices = opened.popleft()
-                async for made in slices:
-                    if made.repaired_frames and segment.begin and len(repaired) == segment.begin:
-                        await stack.aclose()
-                        break
-                    repaired.append(made.repaired_frames)
-                    _check(video, sum(repaired))
-                    yield made
+                try:
+                    async for made in slices:
+                        if made.repaired_frames and segment.begin and len(repaired) == segment.begin:
+                            await stack.aclose()
+                            break
+                        repaired.append(made.repaired_frames)
+                        _check(video, sum(repaired))
+                        yield made
+                except MediaDamaged:
+                    # If it can decode none of its frames, the segment before it has what replaces them.
+                    if not segment.begin or len(repaired) > segment.begin:
+                        raise
+                    await stack.aclose()
                 await own.aclose()
                 if len(repaired) < segment.end:
                     break
@@ -122,6 +134,20 @@ def _check(video: PlannedVideo, repaired: int) -> None:
     if repaired > MAX_REPAIRED_SHARE * whole:
         text = f"is damaged: {repaired} of its {whole} frames cannot be decoded, at most a tenth may be"
         raise MediaDamaged(text, field=video.source.name)
+
+
+def _most_threads(video: PlannedVideo) -> int:
+    """Threads of a codec that are worth their cost and have memory for the frames that they hold."""
+    frame_px = video.index.height_px * video.index.width_px
+    if isinstance(video.index, PictureIndex) or frame_px < THREADED_FROM_PX:
+        return 1
+    return max(GAINS) if frame_px <= _MANY_THREADS_TO_PX else 2
+
+
+def _possible_segments(costs: SliceCosts, workers: int) -> int:
+    """Segments that decode little twice if all workers have one."""
+    twice = costs.begun[1:] - costs.continued[1:]
+    return 1 + int(np.count_nonzero(twice <= costs.continued.sum() / workers * _MAX_TWICE))
 
 
 def segment_ends(costs: SliceCosts, most: int) -> tuple[list[int], float]:
