@@ -153,8 +153,8 @@ class JobQueue:
 
     @property
     def idle(self) -> int:
-        """Workers that no job has, waits for, or is about to wait for."""
-        return max(0, min(self.workers.idle, self.workers.size - len(self._making)))
+        """Workers that no job has, waits for, or is about to wait for; some may still be stopping their last job."""
+        return max(0, self.workers.size - len(self._making))
 
     async def call(self, job: Job[T]) -> T:
         """Runs a job of one piece and returns the piece. Raises as `stream` does."""

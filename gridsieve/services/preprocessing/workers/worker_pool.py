@@ -88,11 +88,6 @@ class WorkerPool:
         return len(self._missing) < self.size
 
     @property
-    def idle(self) -> int:
-        """Workers that no job has or waits for."""
-        return max(0, self._idle.qsize() - self.waiting)
-
-    @property
     def waiting(self) -> int:
         """Jobs that wait for a worker."""
         return len(self._waiting)
