@@ -1,6 +1,6 @@
 """Frames of one video on several workers: on this machine's cores, and on those of a simulated pool.
 
-The pool's workers are processes that sleep for as long as decoding would take, so that two cores stand for 64.
+The simulated pool's workers sleep for as long as decoding would take, so two cores can run 64 of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker that sleeps for as long as decoding would take: stands for a core that the machine does not have."""
+"""A worker that sleeps instead of decoding, for as long as decoding would take on one core."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _commands() -> Iterator[str]:
 @pytest.mark.deep
 @pytest.mark.timeout(1800)
 def test_the_first_commands_of_the_readme_work_as_they_stand(tmp_path: Path) -> None:
-    """From nothing. test_serve.py of integration/ runs those that ask, of services that it has started."""
+    """Everything is installed first. integration/test_serve.py runs the commands that ask, against its own services."""
     folder = tmp_path / "gridsieve"
     copy_to(folder)
     asked = commands()[:12]

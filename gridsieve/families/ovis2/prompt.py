@@ -108,7 +108,7 @@ class Ovis2(Family):
         return (start, one, grid, *tiles[1:], end)
 
     def _tiles(self, height_px: int, width_px: int) -> tuple[int, int]:
-        """Columns and rows: of the fewest tiles that cover enough those that cover most; else those that do.
+        """How many columns and rows: the fewest tiles that cover enough; if none do, the tiles that cover most.
 
         As in transformers, whose columns here are the rows of the tiles that were compared.
         """

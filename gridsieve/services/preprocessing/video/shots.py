@@ -103,7 +103,7 @@ def _sizes(index: PacketIndex) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
 
 
 def _apart(index: PacketIndex, places: Sequence[int]) -> tuple[int, ...]:
-    """Those of `places` that begin MIN_SHOT_S after the one before them. places: increasing, but for repetitions."""
+    """Drops each place that is less than MIN_SHOT_S after the last one kept. places: increasing; one may repeat."""
     ticks, apart = index.times.ticks, MIN_SHOT_S / index.times.time_base
     kept = list(places[:1])
     for place in places[1:]:

@@ -36,7 +36,7 @@ _MIN_S = 0.03
 _MAX_TWICE = 1 / 8
 # How much sooner a codec with so many threads is done. With more than eight, each gains less than its own cost.
 GAINS = {1: 1.0, 2: 1.7, 4: 2.4, 8: 3.1}
-# A codec holds a frame for each thread beside those that others refer to, sixteen at most: 1.2 GB of 10 bits.
+# A decoder holds at most sixteen reference frames, and one frame for each thread: 1.2 GB at this size and 10 bits.
 _MANY_THREADS_TO_PX = 2**24
 _HALVINGS = 20
 # A video is divided if its longest segment takes less than this share of its time.
