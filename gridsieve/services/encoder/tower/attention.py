@@ -173,6 +173,8 @@ def attend_by_length(
     computed a sequence at a time.
 
         lengths:  4 4 2 2 1   4 4 2 2 1        three calls, of 2 × 2, 2 × 2 and 2 × 1 sequences
+
+    Slices of which tokens were chosen have other windows each. Then the sequences are first sorted by length.
     """
     if ends_q is not ends_k:
         return _attend_across(query, key, value, ends_q, ends_k)
@@ -197,6 +199,12 @@ def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -
     lengths, rows = ends.diff().tolist(), int(ends[-1])
     period = next(n for n in range(1, len(lengths) + 1) if lengths == lengths[:n] * (len(lengths) // n))
     repeats = len(lengths) // period
+    if repeats == 1 and len(list(groupby(lengths))) > len(set(lengths)):
+        sizes = ends.diff()
+        order = sizes.repeat_interleave(sizes).argsort(stable=True).to(query.device)
+        by_length = F.pad(sizes.sort().values.cumsum(0), (1, 0))
+        attended = _attend_by_length(query[order], key[order], value[order], by_length)
+        return torch.empty_like(query).index_copy_(0, order, attended)
     on_cpu = query.device.type == "cpu"
     attend = _softmax_of_products if on_cpu and _multiplies_fast(query.dtype) else F.scaled_dot_product_attention
     out = torch.empty_like(query)
