@@ -137,9 +137,9 @@ def write_qwen3_vl_heads(folder: Path, seed: int, heads: int, kv_heads: int, hea
     return _write_qwen3_vl(folder, seed, **sizes, num_hidden_layers=2, rope_parameters=rope)
 
 
-def write_qwen3_vl_moe(folder: Path, seed: int, moe_intermediate: int = 48) -> Path:
-    """`write` of the family with experts of this width."""
-    experts = {**EXPERTS, "moe_intermediate_size": moe_intermediate}
+def write_qwen3_vl_moe(folder: Path, seed: int, moe_intermediate: int = 48, text: Mapping[str, Any] = {}) -> Path:
+    """`write` of the family with experts of this width. text: what else differs of its text config."""
+    experts = {**EXPERTS, "moe_intermediate_size": moe_intermediate, **text}
     return _write(folder, seed, (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration), QWEN3_VL, experts)
 
 

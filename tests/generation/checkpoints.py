@@ -84,7 +84,7 @@ def fp8_twins(family: str, written: Path, folder: Path, block: int) -> Twins:
     plain, quantised = dict(weights), dict(weights)
     for name, weight in weights.items():
         if name.startswith(prefix) and name.removesuffix(".weight").endswith("_proj"):
-            stored, plain[name] = _in_fp8(name, weight, block)
+            stored, plain[name] = in_fp8(name, weight, block)
             quantised |= stored
     assert len(quantised) > len(plain)
     config = fp8_config(block)
@@ -104,7 +104,7 @@ def fp8_config(block: int) -> dict[str, Any]:
     }
 
 
-def _in_fp8(name: str, weight: Tensor, block: int) -> tuple[dict[str, Tensor], Tensor]:
+def in_fp8(name: str, weight: Tensor, block: int) -> tuple[dict[str, Tensor], Tensor]:
     """A scale for each block of a side of `block`, the last ones of an axis smaller where it is no multiple.
 
     Returns the tensors to store and the dequantised weight.

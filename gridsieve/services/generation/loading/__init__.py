@@ -11,6 +11,7 @@ from torch import Tensor
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.families import family_of
+from gridsieve.services.generation.loading.experts import is_quantised_expert, unstack
 from gridsieve.services.generation.loading.fp8 import keep_fp8
 from gridsieve.services.generation.loading.fp8_blocks import fp8_blocks
 from gridsieve.services.generation.loading.int4 import Int4Layers, int4_format
@@ -18,8 +19,9 @@ from gridsieve.services.generation.loading.quantised import TEXT_OF_WHOLE, load_
 from gridsieve.services.generation.loading.quantization_config import is_quantised
 from gridsieve.services.generation.loading.text_family import StoredVectors, TextFamily
 from gridsieve.services.generation.loading.text_model import in_float32, make_text, shard_text, with_output_layer
-from gridsieve.services.generation.loading.weights import fill, has_weights, read_weights
+from gridsieve.services.generation.loading.weights import fill, has_weights, read_weights, stored_weights
 from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.separate_experts import has_separate_experts
 from gridsieve.services.generation.parallel.group import Group
 from gridsieve.services.generation.parallel.sharding import WHOLE_OUTPUT, check_sizes
 
@@ -78,11 +80,13 @@ def _load(
     prefix = next((each for each in family.prefixes if has_weights(checkpoint, each)), family.prefixes[-1])
     named, how = family.named(config), int4_format(checkpoint, in_int4)
     in_fp8: dict[str, torch.dtype] = {}
+    blocks = fp8_blocks(checkpoint)
     if is_quantised(checkpoint) and how is None:
         if group is not None:
             raise StartupError(f"--tensor-parallel {group.ranks}: quantised checkpoints support one rank only")
         in_fp8 = keep_fp8(checkpoint, text, prefix, dtype, device)
-        if not in_fp8 and not fp8_blocks(checkpoint).scales:
+        if not blocks.scales:
+            _refuse_experts(checkpoint, prefix)
             if TEXT_OF_WHOLE not in family.prefixes:
                 raise StartupError(
                     f"quantised checkpoints of {checkpoint.model_type} are not supported, except in 4 bits, and in "
@@ -90,6 +94,8 @@ def _load(
                 )
             return load_quantised(checkpoint, config, classes.whole, classes.text, embed_levels, dtype, device)
     layers = None if how is None else Int4Layers(checkpoint, text, prefix, how, named)
+    if group is not None and has_separate_experts(text):
+        raise StartupError(f"--tensor-parallel {group.ranks}: experts stored in 4 bits support one rank only")
     shards = shard_text(text, text.config.base_model_tp_plan or family.plan, group)
     if layers is not None:
         layers.pack(dtype, device, shards)
@@ -97,7 +103,18 @@ def _load(
     dtypes = in_float32(text, dtype) | in_fp8
     weights = read_weights(checkpoint, prefix, dtype, device, shards, dtypes, named)
     family.change(text, weights)
+    unstack(text, weights, blocks.scale)
     fill(text, weights, prefix)
     del weights  # while layers are joined, both copies of all weights would be held
     style = (classes.whole._tp_plan or {}).get("lm_head", WHOLE_OUTPUT)
     return with_output_layer(checkpoint, config, text, embed_levels, style, group, how)
+
+
+def _refuse_experts(checkpoint: Checkpoint, prefix: str) -> None:
+    """Raises StartupError, by name, for quantised experts: transformers reads some of them otherwise than they are."""
+    for full, _, _ in stored_weights(checkpoint, prefix):
+        if is_quantised_expert(full):
+            raise StartupError(
+                f"{full}: experts in this layout are not supported, only in 4 bits, and in fp8 by blocks, rows or "
+                f"matrices"
+            )

@@ -1,54 +1,70 @@
-"""Checkpoints whose linear layers are stored in fp8 by blocks of 128 × 128, as Qwen publishes them, computed as stored.
+"""Layers that stay in fp8: all of a checkpoint with blocks of 128 × 128, as Qwen publishes them, on a card with
+products in fp8; elsewhere, and with other blocks, experts alone. The others are dequantised while they are read.
 
     q_proj.weight             e4m3 [N, K]
     q_proj.weight_scale_inv   bfloat16 or float32 [N / 128, K / 128]: what a block is multiplied by
-
-What differs from this, experts among it, is dequantised.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.services.generation.loading.fp8_blocks import SCALE, fp8_blocks
+from gridsieve.services.generation.loading.experts import separate_experts
+from gridsieve.services.generation.loading.fp8_blocks import fp8_blocks
 from gridsieve.services.generation.loading.quantization_config import quantization_settings
 from gridsieve.services.generation.loading.text_model import LM_HEAD_PREFIXES
-from gridsieve.services.generation.model.fp8_linear import FP8, GROUP, Fp8Linear, find_product, fits
+from gridsieve.services.generation.model.fp8_linear import (
+    FP8,
+    GROUP,
+    Fp8Linear,
+    Product,
+    dequantising,
+    find_product,
+    fits,
+)
 
 
 def keep_fp8(
     checkpoint: Checkpoint, text: Any, prefix: str, dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.dtype]:
-    """Replaces the linear layers of `text` that the checkpoint stores in fp8 by layers that compute in fp8.
+    """Replaces the linear layers of `text` that stay in fp8, and experts that the checkpoint stores in fp8.
 
     text: on the meta device. prefix: of its weights. dtype, device: in and on which it will run. Returns the dtypes of
-    the layers' weights and scales by name, for `read_weights`; or {}, and leaves `text` as it is, if they must be
-    dequantised. Raises StartupError as `fp8_blocks`.
+    the stored weights and scales of these layers by name, for `read_weights`. Raises StartupError as `fp8_blocks`.
     """
-    blocks, settings = fp8_blocks(checkpoint), quantization_settings(checkpoint)
-    names = {
-        name.removeprefix(prefix).removesuffix(".weight")
-        for name in blocks.scales
-        if name.startswith((prefix, *LM_HEAD_PREFIXES))
-    }
+    blocks = fp8_blocks(checkpoint)
+    names = {name.removeprefix(prefix) for name in blocks.scales if name.startswith((prefix, *LM_HEAD_PREFIXES))}
+    stacked = separate_experts(text, names)
+    own = {name: stacked.get(name, [name.removesuffix(".weight")]) for name in names}
+    linears = {name: each for name, each in text.named_modules() if type(each) is nn.Linear}
+    kept = {name: layers for name, layers in own.items() if all(each in linears for each in layers)}
+    layers = {each: linears[each] for names in kept.values() for each in names}
+    product = _product(checkpoint, list(layers.values()), dtype, device) if names and len(kept) == len(names) else None
+    if product is None:
+        kept = {name: layers for name, layers in kept.items() if ".experts." in name}
+        product = dequantising(blocks.sides)
+    for name in (each for layers in kept.values() for each in layers):
+        text.set_submodule(name, Fp8Linear(linears[name], product, blocks.sides, blocks.scale))
+    return dict.fromkeys(kept, FP8) | {f"{name}{blocks.scale}": torch.float32 for name in kept}
+
+
+def _product(
+    checkpoint: Checkpoint, layers: Sequence[nn.Linear], dtype: torch.dtype, device: torch.device
+) -> Product | None:
+    """The card's product, if it has one for the blocks and sizes of these layers."""
+    settings = quantization_settings(checkpoint)
     if (
-        blocks.sides != [GROUP, GROUP]
+        settings.get("quant_method") != "fp8"
+        or fp8_blocks(checkpoint).sides != [GROUP, GROUP]
         or settings.get("activation_scheme", "dynamic") != "dynamic"
         or settings.get("scale_fmt", "float") != "float"
+        or not all(map(fits, layers))
     ):
-        return {}
-    layers = {name: each for name, each in text.named_modules() if name in names and type(each) is nn.Linear}
-    if not names or len(layers) < len(names) or not all(map(fits, layers.values())):
-        return {}
-    sizes = sorted({(each.out_features, each.in_features) for each in layers.values()})
-    product = find_product(sizes, torch.zeros((), dtype=dtype, device=device))
-    if product is None:
-        return {}
-    for name, layer in layers.items():
-        text.set_submodule(name, Fp8Linear(layer, product))
-    weights = {f"{name}.weight": FP8 for name in names}
-    return weights | {f"{name}.weight{SCALE}": torch.float32 for name in names}
+        return None
+    sizes = sorted({(each.out_features, each.in_features) for each in layers})
+    return find_product(sizes, torch.zeros((), dtype=dtype, device=device))

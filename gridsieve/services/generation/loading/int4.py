@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.services.compute.int4_linear import Int4Linear, Int4Matrix, Int4Weight, rounded_to_nearest
-from gridsieve.services.generation.loading.quantization_config import quantization_settings
+from gridsieve.services.generation.loading.experts import separate_experts
+from gridsieve.services.generation.loading.quantization_config import compressed_groups, quantization_settings
 from gridsieve.services.generation.loading.weights import Named, as_stored, stored_weights
 from gridsieve.services.generation.parallel.sharding import Shard
 
@@ -76,7 +77,7 @@ def stored_format(checkpoint: Checkpoint) -> Int4Format | None:
     if method == "gptq" and bits == 4 and kind in ("gptq", "gptq_v2", "") and not settings.get("is_marlin_format"):
         read = partial(_from_gptq, 0 if kind == "gptq_v2" else 1)
         return Int4Format(("qweight", "qzeros", "scales"), ("g_idx",), read)
-    if method == "compressed-tensors" and (weights := _compressed(settings)):
+    if weights := _compressed(settings):
         needed, others = ["weight_packed", "weight_scale"], ["weight_shape", "weight_g_idx"]
         symmetric = {each.get("symmetric", True) for each in weights}
         (needed if symmetric == {False} else others).append("weight_zero_point")
@@ -110,17 +111,21 @@ class Int4Layers:
     ) -> None:
         """module: on the meta device. prefix: of its weights, whose names the module has by `named`.
 
-        Raises StartupError, by name, for what is stored in 4 bits and is no linear layer.
+        Experts in 4 bits become `SeparateExperts`. Raises StartupError, by name, for what else is stored in 4 bits and
+        is no linear layer.
         """
         self._checkpoint, self._module, self._prefix, self._how, self._named = checkpoint, module, prefix, how, named
         self._parts: defaultdict[str, set[str]] = defaultdict(set)  # of each layer, the tensors that are read
+        if how.needed != ("weight",):
+            names = (name for _, name, _ in stored_weights(checkpoint, prefix, named=named))
+            separate_experts(module, {name for name in names if name.endswith(f".{how.needed[0]}")})
         linears = {name: each for name, each in module.named_modules() if type(each) is nn.Linear}
         for full, name, _ in stored_weights(checkpoint, prefix, named=named):
             layer, _, part = name.rpartition(".")
             if layer in linears and how.takes(linears[layer]) and part in how.names:
                 self._parts[layer].add(part)
             elif part == how.needed[0] != "weight" and layer.startswith(_LAYERS):
-                raise StartupError(f"{full}: only linear layers may be stored in 4 bits, not experts")
+                raise StartupError(f"{full}: only linear layers may be stored in 4 bits")
         for name in self._parts:
             linears[name].__class__ = Int4Linear
         if how.needed == ("weight",) and not self._parts:
@@ -265,15 +270,12 @@ def _from_compressed_tensors(tensors: Mapping[str, Tensor]) -> Int4Matrix:
 
 def _compressed(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """How weights are stored, of each group of layers; empty if it is not as above, or not only weights are."""
-    groups = list((settings.get("config_groups") or {}).values())
-    weights = [each.get("weights") or {} for each in groups]
+    groups = compressed_groups(settings, "pack-quantized")
+    weights = [each["weights"] for each in groups]
     fits = (
-        settings.get("format") == "pack-quantized"
-        and not settings.get("kv_cache_scheme")
-        and not settings.get("transform_config")
+        not settings.get("kv_cache_scheme")
         and all(each.get("num_bits") == 4 and each.get("type", "int") == "int" for each in weights)
         and all(each.get("strategy") in ("group", "channel") for each in weights)
         and not any(each.get("input_activations") or each.get("output_activations") for each in groups)
-        and all(each.get("format") in (None, "pack-quantized") for each in groups)
     )
     return weights if fits else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from gridsieve.common.checkpoint import Checkpoint
@@ -19,3 +20,15 @@ def quantization_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     """The checkpoint's `quantization_config`, with its nulls, which transformers tells from absence; {} without one."""
     of_whole, of_text = (each.part("quantization_config") for each in (checkpoint.config, checkpoint.text_config))
     return dict((of_whole or of_text).written)
+
+
+def compressed_groups(settings: Mapping[str, Any], layout: str) -> list[Mapping[str, Any]]:
+    """The groups of layers of compressed-tensors, if all are stored in this format and none is transformed; else []."""
+    groups = list((settings.get("config_groups") or {}).values())
+    fits = (
+        settings.get("quant_method") == "compressed-tensors"
+        and settings.get("format") == layout
+        and not settings.get("transform_config")
+        and all(each.get("weights") and each.get("format") in (None, layout) for each in groups)
+    )
+    return groups if fits else []

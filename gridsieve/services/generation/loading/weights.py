@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gridsieve.common.checkpoint import Checkpoint, is_computed
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.services.generation.loading.fp8_blocks import SCALE, fp8_blocks
+from gridsieve.services.generation.loading.fp8_blocks import fp8_blocks
 from gridsieve.services.generation.loading.quantization_config import OF_ACTIVATIONS
 from gridsieve.services.generation.model.fp8_linear import FP8
 from gridsieve.services.generation.parallel.sharding import Shard
@@ -63,20 +63,20 @@ def read_weights(
     """The weights whose names start with `prefix`, by `named` of the rest. Of those in `shards`, this rank's part.
 
     dtypes: of those that are not read in `dtype`. Weights stored in fp8 by blocks are dequantised, unless they are to
-    stay in it. Matrices of single experts are stacked, as transformers' classes have
-    them: gate_up_proj [experts, 2 · I, D], or up_proj [experts, I, D] of experts without gates; and down_proj
-    [experts, D, I].
+    stay in it. Matrices of single experts, except these, are stacked, as transformers' classes have them: gate_up_proj
+    [experts, 2 · I, D], or up_proj [experts, I, D] of experts without gates; and down_proj [experts, D, I].
     Raises StartupError if the shape of a sharded weight is not the one that the config says.
     """
     weights: dict[str, Tensor] = {}
     experts, blocks = _Experts(checkpoint, prefix, named), fp8_blocks(checkpoint)
     for full, name, file in stored_weights(checkpoint, prefix, device, named):
-        if blocks.scales and name not in dtypes and (name.endswith(SCALE) or OF_ACTIVATIONS.search(name)):
+        if blocks.scales and name not in dtypes and (blocks.is_scale(full) or OF_ACTIVATIONS.search(name)):
             continue
         stored = file.get_slice(full) if name in shards else file.get_tensor(full)
-        if dtypes.get(name) != FP8:
+        stays = dtypes.get(name) == FP8
+        if not stays:
             stored = blocks.dequantised(full, stored)
-        if found := _OF_EXPERT.fullmatch(name):
+        if not stays and (found := _OF_EXPERT.fullmatch(name)):
             for stacked, whole in experts.stack(found, stored.to(dtype)):
                 weights[stacked] = _own(stacked, whole, shards, prefix + stacked)
         else:

@@ -5,13 +5,15 @@
     product   [M, N]   Σ over groups: (rows · weight of the group) · (scale of the rows · scale of the weight)
 
 torch computes it by `scaled_mm`, for which cuBLAS has a kernel on Hopper only. It is tried at startup on the sizes of
-the model, against `product_by_formula`, which is slow and runs on any device.
+the model, against `product_by_formula`, which is slow and runs on any device. Experts stay in fp8 without it, too, with
+scales of any blocks: a part of their rows is dequantised at a time (`dequantising`).
 Source: DeepSeek-V3, arXiv 2412.19437, section 3.3; layouts of scales: aten/src/ATen/native/cuda/ScaledBlas.cpp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -21,11 +23,14 @@ from torch import Tensor, nn
 
 FP8 = torch.float8_e4m3fn
 GROUP = 128
+SCALE = "_scale_inv"  # after the name of a weight whose scales are of blocks
 LEAST = 1e-10
 # cuBLAS reads the scales of rows, which are adjacent in a group, in pieces of 16 bytes. 16 rows also fill its tiles.
 ROWS = 16
 # And those of weights with a stride of a multiple of this many groups.
 GROUPS = 4
+# How many rows of a weight are dequantised at a time, about.
+PART = 256
 # Maximum difference between two correct products in bfloat16, as a share of the largest number.
 TOLERANCE = 1e-2
 
@@ -36,31 +41,66 @@ class Product(Protocol):
     def __call__(self, rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
         """rows: [M, K], any float dtype, also that of the result [M, N].
 
-        weight: e4m3 [N, K]; scales: float32 [N / 128, K / 128].
+        weight: e4m3 [N, K]; scales: float32, one for each block of it.
         """
 
 
 class Fp8Linear(nn.Module):
-    """A linear layer stored in fp8: [.., in_features] to [.., out_features]. Both must be multiples of 128."""
+    """A linear layer stored in fp8: [.., in_features] to [.., out_features]."""
 
-    def __init__(self, linear: nn.Linear, product: Product) -> None:
-        """linear: whose sizes, bias and device the layer has; its weight is not used."""
+    def __init__(
+        self, linear: nn.Linear, product: Product, sides: Sequence[int] = (GROUP, GROUP), scale: str = SCALE
+    ) -> None:
+        """linear: whose sizes, bias and device the layer has; its weight is not used.
+
+        product: for scales of blocks of these `sides`, see `grid`. scale: what follows `weight` in their name.
+        """
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        blocks = self.out_features // GROUP, self.in_features // GROUP
         self.weight = nn.Parameter(torch.empty_like(linear.weight, dtype=FP8), requires_grad=False)
-        self.weight_scale_inv = nn.Parameter(linear.weight.new_empty(blocks, dtype=torch.float32), requires_grad=False)
+        scales = linear.weight.new_empty(grid(linear.weight.shape, sides), dtype=torch.float32)
+        self._scales = f"weight{scale}"
+        self.register_parameter(self._scales, nn.Parameter(scales, requires_grad=False))
         self.bias = linear.bias
         self._product = product
 
     def forward(self, rows: Tensor) -> Tensor:
-        product = self._product(rows.flatten(0, -2), self.weight, self.weight_scale_inv)
+        product = self._product(rows.flatten(0, -2), self.weight, self.get_parameter(self._scales))
         product = product.view(*rows.shape[:-1], self.out_features)
         return product if self.bias is None else product + self.bias
 
 
+def grid(shape: Sequence[int], sides: Sequence[int]) -> list[int]:
+    """The shape of the scales of a weight [.., N, K]. sides: rows and columns of a block, 0 for all; the last may be a
+    partial one."""
+    return [*shape[:-2], *(-(-size // (side or size)) for size, side in zip(shape[-2:], sides, strict=True))]
+
+
+def dequantised(weight: Tensor, scales: Tensor, sides: Sequence[int]) -> Tensor:
+    """float32 [.., N, K]. scales: float32, of the shape `grid`."""
+    for axis, side in zip((-2, -1), sides, strict=True):
+        if scales.shape[axis] > 1:
+            scales = scales.repeat_interleave(side, axis).narrow(axis, 0, weight.shape[axis])
+    return weight.float() * scales
+
+
+def dequantising(sides: Sequence[int]) -> Product:
+    """A product in the dtype of the rows, for scales of blocks of these sides."""
+    return partial(_dequantised_product, sides)
+
+
+def _dequantised_product(sides: Sequence[int], rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    side = sides[0] or len(weight)
+    blocks = -(-PART // side)
+    product = rows.new_empty(len(rows), len(weight))
+    parts = weight.split(blocks * side), scales.split(blocks), product.split(blocks * side, 1)
+    for own, own_scales, to in zip(*parts, strict=True):
+        torch.mm(rows, dequantised(own, own_scales, sides).to(rows.dtype).t(), out=to)
+    return product
+
+
 def fits(linear: nn.Linear) -> bool:
-    """Whether the layer's sizes are those that `Fp8Linear` supports."""
+    """Whether the layer's sizes are those that products in fp8 support."""
     return linear.in_features % GROUP == 0 and linear.out_features % GROUP == 0
 
 

@@ -38,7 +38,7 @@ def load_adapters(folders: Sequence[AdapterFolder], model: LanguageModel, group:
     layers = {
         name: Features(each.in_features, each.out_features)
         for name, each in modules.items()
-        if hasattr(each, "in_features")
+        if hasattr(each, "in_features") and ".experts." not in name
     }
     digests: list[bytes] = []
     for files in read_adapters(folders, model.device):

@@ -26,6 +26,7 @@ from gridsieve.services.generation.model.draft_head import DraftHead
 from gridsieve.services.generation.model.experts import rows_without_wait
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.model.runner import OtherRanks, Runner
+from gridsieve.services.generation.model.separate_experts import has_separate_experts
 from gridsieve.services.generation.parallel.group import Group
 from gridsieve.services.generation.settings import GenerationSettings
 from gridsieve.services.generation.startup.adapters import load_adapters
@@ -175,7 +176,7 @@ def _memory_bytes(device: torch.device, group: Group | None) -> int:
 def _compiles(settings: GenerationSettings, checkpoint: Checkpoint, model: LanguageModel) -> bool:
     if model.device.type != "cpu" or settings.adapters:
         return False
-    if is_quantised(checkpoint) and stored_format(checkpoint) is None:
+    if (is_quantised(checkpoint) and stored_format(checkpoint) is None) or has_separate_experts(model.text):
         return False
     layers = [each for each in model.text.modules() if isinstance(each, PackedLinear | JoinedLinear | Int4Linear)]
     weights = sum(each.in_features * each.out_features for each in layers)
