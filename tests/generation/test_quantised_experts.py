@@ -55,9 +55,10 @@ def by_blocks(name: str, weight: Tensor) -> tuple[Weights, Tensor]:
 
 
 def by_rows(name: str, weight: Tensor) -> tuple[Weights, Tensor]:
-    scale = weight.abs().amax(-1, keepdim=True) / FP8_MOST
+    """With scales in bfloat16, as llm-compressor writes them."""
+    scale = (weight.abs().amax(-1, keepdim=True) / FP8_MOST).bfloat16()
     rounded = (weight / scale).to(torch.float8_e4m3fn)
-    return {name: rounded, f"{name}_scale": scale}, rounded.float() * scale
+    return {name: rounded, f"{name}_scale": scale}, rounded.float() * scale.float()
 
 
 def in_4_bits(kind: str) -> Layout:
@@ -173,8 +174,8 @@ def tensor_bytes() -> int:
     tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.device.type == "cpu"]
     strided = [each.untyped_storage() for each in tensors if each.layout == torch.strided]
     others = [each.numel() * each.itemsize for each in tensors if each.layout != torch.strided]
-    sizes: dict[int, int] = {each.data_ptr(): each.nbytes() for each in strided}
-    return sum(others) + sum(sizes.values())
+    sizes = {each.data_ptr(): each.nbytes() for each in strided}
+    return int(sum(others) + sum(sizes.values()))
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
