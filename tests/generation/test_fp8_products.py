@@ -27,6 +27,7 @@ from gridsieve.services.generation.loading.text_model import make_text
 from gridsieve.services.generation.model.fp8_linear import (
     Fp8Linear,
     check_product,
+    dequantised,
     find_product,
     product_by_formula,
     scaled_product,
@@ -83,15 +84,22 @@ def random_layer(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     return torch.randn(outputs, inputs).to(FP8), torch.randn(outputs // BLOCK, inputs // BLOCK)
 
 
+def test_every_value_is_dequantised_exactly() -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(FP8)
+    values = values[~values.float().isnan()].view(2, 127)
+    assert torch.equal(dequantised(values, torch.full((1, 1), 3.0), [128, 128]), values.float() * 3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_computes_the_formula_to_the_bit(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     layer = Fp8Linear(nn.Linear(3 * BLOCK, 2 * BLOCK, dtype=dtype), product_by_formula)
-    layer.weight.data, layer.weight_scale_inv.data = random_layer(2 * BLOCK, 3 * BLOCK)
+    layer.weight.data, layer.get_parameter("weight_scale_inv").data = random_layer(2 * BLOCK, 3 * BLOCK)
     rows = torch.randn(2, 3, 3 * BLOCK).to(dtype)
     rows[0, 1, BLOCK : 2 * BLOCK] = 0  # no scale divides by zero
     rows[1, 2] *= 1e5  # beyond e4m3 without a scale
-    expected = by_groups(rows.flatten(0, 1), layer.weight, layer.weight_scale_inv).view(2, 3, -1) + layer.bias
+    scales = layer.get_parameter("weight_scale_inv")
+    expected = by_groups(rows.flatten(0, 1), layer.weight, scales).view(2, 3, -1) + layer.bias
     assert torch.equal(layer(rows), expected)
 
 

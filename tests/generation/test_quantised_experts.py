@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -20,11 +21,11 @@ from torch import Tensor
 from gridsieve.common.adapter_folder import AdapterFolder
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.services.generation.loading import load_language_model
+from gridsieve.services.generation.loading import fp8, load_language_model
 from gridsieve.services.generation.startup.adapters import load_adapters
 from tests.adapters import write_adapter
-from tests.families import FAMILIES, load_reference
-from tests.families.qwen import EXPERTS_3_5
+from tests.families import FAMILIES, load_reference, nemotron
+from tests.families.qwen import EXPERTS_3_5, INTERLEAVED
 from tests.generation import int4
 from tests.generation.checkpoints import FP8_MOST, Twins, changed, fp8_config, in_fp8, load
 from tests.law import Question, answer, assert_law
@@ -32,7 +33,7 @@ from tests.oracle import Text
 from tests.tiny import Models, TinyEngine, random_item
 
 # Experts are most of the weights. 40 divides neither 96 nor 128: blocks lie across gate and up.
-TEXT = {"hidden_size": 128, "moe_intermediate_size": 96, "num_experts": 16, "num_experts_per_tok": 3}
+TEXT: dict[str, Any] = {"hidden_size": 128, "moe_intermediate_size": 96, "num_experts": 16, "num_experts_per_tok": 3}
 BLOCK, GROUP = 40, 32
 SINGLE = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
@@ -125,7 +126,7 @@ def stacked(weights: Weights) -> Weights:
             found[f"{experts}.{name}"] = torch.stack(
                 [
                     torch.cat([weights[f"{experts}.{number}.{kind}.weight"] for kind in kinds])
-                    for number in range(TEXT["num_experts"])
+                    for number in range(len({name for name in weights if name.startswith(f"{experts}.")}) // 3)
                 ]
             )
     return found
@@ -200,6 +201,37 @@ def test_a_published_mixture_computes_its_dequantised_weights_in_the_memory_of_i
         if name.startswith(prefixes)
     )
     assert held < 1.2 * stored, (held, stored)
+
+
+def test_experts_without_gates_stay_in_4_bits(tmp_path: Path) -> None:
+    family = "nemotron_h_omni"
+    nemotron.write(tmp_path / "written", 1, text={"moe_intermediate_size": 2 * GROUP})
+    twins = write_twins(family, LAYOUTS["4 bits, compressed-tensors"], tmp_path / "written", tmp_path)
+    engine = TinyEngine(load(twins.quantised), max_num_batched_tokens=7)
+    asked = [Question((Text(tuple(range(20, 33))),), 6)]
+    assert_law(twins.models, engine, asked, answer(engine, asked))
+
+
+def test_experts_are_multiplied_by_the_cards_product_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dequantised product in its place."""
+    multiplied = list[torch.Size]()
+
+    def product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+        multiplied.append(weight.shape)
+        return rows @ (weight.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)).T
+
+    monkeypatch.setattr(fp8, "find_product", lambda sizes, like: product)
+    rope = {**INTERLEAVED, "mrope_section": [8, 4, 4]}
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 32, "rope_parameters": rope}
+    sizes = {**TEXT, **heads, "hidden_size": 384, "moe_intermediate_size": 128, "num_experts": 4}
+    layout = Layout(fp8_config(128), partial(in_fp8, block=128))
+    twins = write_twins("qwen3_vl_moe", layout, _write("qwen3_vl_moe", tmp_path / "written", sizes), tmp_path)
+    engine = TinyEngine(load(twins.quantised), max_num_batched_tokens=7)
+    asked = [Question((Text(tuple(range(20, 33))),), 6)]
+    assert_law(twins.models, engine, asked, answer(engine, asked))
+    assert {(128, 384), (384, 128)} <= set(multiplied)
 
 
 def test_other_layouts_are_refused_by_the_name_of_an_expert(written: tuple[str, Path], tmp_path: Path) -> None:

@@ -22,14 +22,13 @@ class SeparateExperts(nn.ModuleList):
 
     def __init__(self, stacked: Any, joined: bool) -> None:
         """stacked: transformers' experts. joined: gate and up are one layer. The layers are on the meta device."""
-        width, hidden = stacked.down_proj.shape[2], stacked.down_proj.shape[1]
+        count, hidden, width = stacked.down_proj.shape
         if not stacked.has_gate:
-            outputs, multiply = {"up_proj": width}, stacked.act_fn
+            inner, multiply = {"up_proj": width}, stacked.act_fn
         else:
-            outputs = {"gate_up_proj": 2 * width} if joined else {"gate_proj": width, "up_proj": width}
+            inner = {"gate_up_proj": 2 * width} if joined else {"gate_proj": width, "up_proj": width}
             multiply = stacked._apply_gate
-        sizes = {name: (hidden, each) for name, each in outputs.items()} | {"down_proj": (width, hidden)}
-        super().__init__(_Expert(sizes, multiply) for _ in stacked.down_proj)
+        super().__init__(_Expert(hidden, inner, width, multiply) for _ in range(count))
 
     def forward(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """rows: [T, D]. experts: int64 [T, k], the experts of each row; weights: [T, k], theirs. Returns [T, D]."""
@@ -42,18 +41,19 @@ class SeparateExperts(nn.ModuleList):
 
 
 class _Expert(nn.Module):
-    def __init__(self, sizes: Mapping[str, tuple[int, int]], multiply: Callable[[Tensor], Tensor]) -> None:
-        """sizes: inputs and outputs of each layer, of the last one those of down_proj. multiply: what the product of
-        the others becomes."""
+    def __init__(self, hidden: int, inner: Mapping[str, int], width: int, multiply: Callable[[Tensor], Tensor]) -> None:
+        """inner: outputs of the layers before down_proj, by name. multiply: makes of these, side by side, its inputs,
+        [.., width]."""
         super().__init__()
-        for name, (inputs, outputs) in sizes.items():
-            self.add_module(name, nn.Linear(inputs, outputs, bias=False, device="meta"))
-        self._multiply = multiply
+        for name, outputs in inner.items():
+            self.add_module(name, nn.Linear(hidden, outputs, bias=False, device="meta"))
+        self.down_proj = nn.Linear(width, hidden, bias=False, device="meta")
+        self._inner, self._multiply = tuple(inner), multiply
 
     def forward(self, rows: Tensor) -> Tensor:
         """[n, D] to the same shape."""
-        *inner, down = self.children()
-        computed: Tensor = down(self._multiply(torch.cat([each(rows) for each in inner], -1)))
+        products = [self._modules[name](rows) for name in self._inner]  # type: ignore[misc]
+        computed: Tensor = self.down_proj(self._multiply(torch.cat(products, -1)))
         return computed
 
 
