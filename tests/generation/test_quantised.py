@@ -31,7 +31,7 @@ ASKING = Question((Text(tuple(range(20, 33))),), 8)
 
 @pytest.fixture(
     scope="module",
-    # Of a mixture experts are stored stacked, or one by one and then joined.
+    # Experts of a mixture are stored stacked, or one by one.
     params=["qwen2_5_vl", "qwen3_vl_moe", "glm4v_moe", pytest.param("qwen3_vl", marks=pytest.mark.deep)],
 )
 def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twins:

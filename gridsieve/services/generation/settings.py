@@ -161,7 +161,7 @@ class GenerationSettings(UpstreamSettings):
         "auto",
         description="whether the text model is compiled for the CPU at startup, which needs a C++ compiler, and some "
         "seconds a layer at the first start; auto: unless it is very small, or its layers are large. Never with "
-        "adapters, tensor parallelism, or quantised weights other than those in 4 bits",
+        "adapters, tensor parallelism, quantised experts, or quantised weights other than those in 4 bits",
     )
     step_timeout_s: float | None = Field(
         None,

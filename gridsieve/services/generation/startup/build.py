@@ -255,6 +255,8 @@ def _capture(runner: Runner, max_rows: int, max_tokens: int, group: Group | None
     """All ranks replay decode steps, or none does: a rank would wait for ever for one that computes another step."""
     if group and not group.least(int(runner.captures)):
         return
+    if has_separate_experts(runner.model.text):  # the host waits for the device in each layer
+        return
     rows = rows_without_wait(runner.model.text, max_rows)
     captured = runner.capture_decoding(rows, max_tokens, CudaCapture(runner.model.device))
     if group:
