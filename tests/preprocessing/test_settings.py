@@ -39,6 +39,11 @@ def test_every_flag_reaches_the_limits_of_a_job() -> None:
     assert limits == Limits(1.5, 2.5, memory_bytes=2**27, file_bytes=8, frames=limits.frames, length_s=9)
 
 
+def test_two_processes_use_a_card_unless_a_flag_says_how_many() -> None:
+    given = ([], ["--decode-workers", "5"])
+    assert [PreprocessingSettings.load(["--decoder", "nvdec", *each]).decode_workers for each in given] == [2, 5]
+
+
 def test_domains_come_in_several_flags_or_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = domains("a.test", "*.b.test", "minio=10.20.0.0/16", "here=fd00::/8")
     texts = ["a.test", "*.b.test,minio=10.20.0.0/16", "here=fd00::/8"]
@@ -55,6 +60,7 @@ def test_domains_come_in_several_flags_or_separated_by_commas(monkeypatch: pytes
         (["--fetch-schemes", "ftp"], "--fetch-schemes.*got 'ftp'"),
         (["--fetch-ports", "80,0"], "--fetch-ports.*got '0'"),
         (["--fetch-max-bytes", "10", "--fetch-disk-bytes", "9"], "--fetch-max-bytes 10 must be at most"),
+        (["--decoder", "nvdec", "--require-sandbox"], "--require-sandbox excludes --decoder nvdec"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_flag(flags: list[str], named: str) -> None:

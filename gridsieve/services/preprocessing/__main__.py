@@ -31,6 +31,10 @@ from gridsieve.v1.preprocessing_pb2_grpc import add_PreprocessingServiceServicer
 
 # Quick plans mostly take milliseconds; the second thread serves them while the first checks a long prompt.
 _QUICK_THREADS = 2
+_WORKERS = {
+    "cpu": "gridsieve.services.preprocessing.workers.worker",
+    "nvdec": "gridsieve.services.preprocessing.workers.card_worker",
+}
 
 log = structlog.get_logger()
 
@@ -43,7 +47,10 @@ async def main() -> ExitStatus:
         if root is not None and not root.is_dir():
             raise StartupError(f"{flag} {root} is not a folder")
     reading = JobQueue(max(2, settings.decode_workers // 2), settings.limits, settings.inflight_bytes, count_replaced)
-    decoding = JobQueue(settings.decode_workers, settings.limits, settings.inflight_bytes, count_replaced)
+    decoding = JobQueue(
+        *(settings.decode_workers, settings.limits, settings.inflight_bytes, count_replaced),
+        entry=_WORKERS[settings.decoder],
+    )
     if settings.max_streams is None:
         room = StreamRoom.of(cores(), memory_bytes(), settings.max_requests)
     else:

@@ -21,6 +21,9 @@ _MAX_FRAMES = 2**20
 
 Domain = Annotated[AllowedDomain, PlainValidator(AllowedDomain.parse)]
 
+# One converts and resizes while the card decodes for the other; each takes memory of the card.
+_CARD_WORKERS = 2
+
 
 class PreprocessingSettings(ServiceSettings):
     """Flags and GRIDSIEVE_… variables of `python -m gridsieve.services.preprocessing`. Commas separate lists."""
@@ -80,11 +83,17 @@ class PreprocessingSettings(ServiceSettings):
         "--max-requests suffices; the log says how many",
     )
 
+    decoder: Literal["cpu", "nvdec"] = Field(
+        "cpu",
+        description="what decodes videos: the CPU, or an NVIDIA card, which may conceal damage without a report and "
+        "needs processes that are confined less (docs/security.md). Frames are the same",
+    )
     decode_workers: int = Field(
         default_factory=lambda: ceil(cores()),
         ge=1,
-        description="number of decoding processes, each with one media item at a time; default: one per core. Headers "
-        "and indexes are read by half as many, at least 2, and prompts laid out by as many threads, at least 4",
+        description="number of decoding processes, each with one media item at a time; default: one per core, with "
+        "--decoder nvdec 2. Headers and indexes are read by half as many, at least 2, and prompts laid out by as many "
+        "threads, at least 4",
     )
     inflight_bytes: int = Field(
         2**28,
@@ -126,6 +135,17 @@ class PreprocessingSettings(ServiceSettings):
             raise StartupError(
                 f"--fetch-max-bytes {self.fetch_max_bytes} must be at most --fetch-disk-bytes {self.fetch_disk_bytes}"
             )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_use_a_card(cls, given: dict[str, object]) -> dict[str, object]:
+        return {"decode_workers": _CARD_WORKERS, **given} if given.get("decoder") == "nvdec" else given
+
+    @model_validator(mode="after")
+    def _a_card_excludes_the_sandbox(self) -> Self:
+        if self.require_sandbox and self.decoder == "nvdec":
+            raise StartupError("--require-sandbox excludes --decoder nvdec, whose processes are confined less")
         return self
 
     @property

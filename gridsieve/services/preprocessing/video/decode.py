@@ -27,8 +27,9 @@ from av.packet import Packet
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
-from gridsieve.common.contract.errors import MediaDamaged
+from gridsieve.common.contract.errors import MediaDamaged, MediaRejected
 from gridsieve.services.preprocessing.sources.source import Source
+from gridsieve.services.preprocessing.video.card import Card, NotOnCard
 from gridsieve.services.preprocessing.video.epochs import EpochShifts
 from gridsieve.services.preprocessing.video.fields import SecondFields
 from gridsieve.services.preprocessing.video.orientation import upright
@@ -68,25 +69,34 @@ def decode_frames(
     whole: int = 0,
     repaired: int = 0,
     threads: int = 1,
+    card: Card | None = None,
 ) -> Generator[DecodedFrame, None, None]:
     """Yields one frame for each of `places`, which must not decrease.
 
     progress: called for each packet that is read. whole: places of the item, of which these may be a part (0: they are
     all), and of which `repaired` earlier ones were repaired. threads: of the codec, except for small frames.
+    card: which decodes; what it does not decode, or fails at, the CPU decodes.
     Raises MediaDamaged if more than a tenth of the item's frames cannot be decoded, or MemoryError if FFmpeg ran out of
     memory meanwhile; MediaRejected for exceeded limits.
     """
     whole = whole or len(places)
     allowed = MAX_REPAIRED_SHARE * whole
     with ExitStack() as stack:
-        frames = _Frames(source, index, places, progress, threads, stack)
+        frames: _Frames | None = None
         last: DecodedFrame | None = None
         last_place: int | None = None
-        for place in places:
+        for number, place in enumerate(places):
             if last is None or place != last_place:
-                last, last_place = frames.at(place, last), place
+                try:
+                    frames = frames or _Frames(source, index, places, progress, threads, stack, card)
+                    last = frames.at(place, last)
+                except NotOnCard:
+                    frames = _Frames(source, index, places[number:], progress, threads, stack, None)
+                    last = frames.at(place, last)
+                last_place = place
             repaired += last.repaired
             if repaired > allowed:
+                assert frames
                 raise frames.damage(f"{repaired} of its {whole} frames cannot be decoded, at most a tenth may be")
             yield last
 
@@ -102,12 +112,14 @@ class _Frames:
         progress: Callable[[], None],
         threads: int,
         stack: ExitStack,
+        card: Card | None,
     ) -> None:
         self._source = source
         self._progress = progress
         self._threads = threads
         self._lacked_memory = False
         self._stack = stack
+        self._card = card
         self._converter = RgbConverter(source.name)
         self._keys = range(len(index.times.ticks)) if index.pts is None else index.pts
         self._by_order = index.pts is None
@@ -167,11 +179,20 @@ class _Frames:
     def _open(self, wanted: int) -> None:
         """Begins at the start of the file. wanted: the frame that is wanted next."""
         self._due = self._run_of(wanted)
-        self._container, self._stream = self._stack.enter_context(open_video(self._source))
-        self._stream.thread_type = "FRAME"
-        codec = self._stream.codec_context
-        codec.thread_count = self._threads if codec.height * codec.width >= THREADED_FROM_PX else 1
-        self._codec = decoder_of(self._stream)
+        card = self._card
+        try:
+            opened = open_video(self._source, card.accelerator if card else None)
+            self._container, self._stream = self._stack.enter_context(opened)
+            self._stream.thread_type = "FRAME"
+            codec = self._stream.codec_context
+            is_threaded = card is None and codec.height * codec.width >= THREADED_FROM_PX
+            codec.thread_count = self._threads if is_threaded else 1
+            self._codec = card.decoder_of(self._stream) if card else decoder_of(self._stream)
+        except (MediaRejected, av.FFmpegError) as error:
+            if card is None:
+                raise
+            card.lost = True  # it is not the file's fault: the CPU has made an index of it
+            raise NotOnCard from error
         self._decoded = self._decode(packets_of(self._container, self._stream))
 
     def _run_of(self, wanted: int) -> set[int]:
@@ -258,6 +279,9 @@ class _Frames:
         try:
             frames = self._codec.decode(packet)
         except av.FFmpegError as error:
+            if self._card and not isinstance(error, EOFError):
+                self._card.lost |= isinstance(error, av.error.ExternalError)
+                raise NotOnCard from error
             self._lacked_memory |= isinstance(error, MemoryError)
             return
         for frame in frames:
@@ -267,4 +291,5 @@ class _Frames:
                 yield key, frame
 
     def _rgb(self, frame: VideoFrame) -> UInt8Array:
-        return upright(self._converter.rgb(frame), self._orientation)
+        planar = self._card.planar(frame, self._codec) if self._card else frame
+        return upright(self._converter.rgb(planar), self._orientation)

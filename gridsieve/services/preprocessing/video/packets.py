@@ -15,6 +15,7 @@ from itertools import chain, islice, pairwise
 
 import av
 import numpy as np
+from av.codec.hwaccel import HWAccel
 from av.container import InputContainer
 from av.packet import Packet
 from av.stream import Disposition
@@ -86,13 +87,16 @@ class PacketIndex:
 
 
 @contextmanager
-def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Opens the container and its `video_stream`. Raises MediaRejected for a file that is not read."""
+def open_video(source: Source, accelerator: HWAccel | None = None) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """Opens the container and its `video_stream`. Raises MediaRejected for a file that is not read.
+
+    accelerator: of the decoders of all its streams, where it has any.
+    """
     with source.open() as file:
         if unread := unread_format(file):
             raise MediaRejected(f"is {unread}", field=source.name)
         try:
-            container = av.open(file, mode="r", options=OPEN_OPTIONS, metadata_errors="replace")
+            container = av.open(file, mode="r", options=OPEN_OPTIONS, metadata_errors="replace", hwaccel=accelerator)
         except MemoryError:
             raise
         except (av.FFmpegError, ValueError) as error:

@@ -19,7 +19,7 @@ from gridsieve.common.contract.errors import MediaRejected
 from gridsieve.services.preprocessing.video.packets import check_frame_size, reason_of
 from gridsieve.services.preprocessing.video.resize import UInt8Array
 
-_HDR = (ColorTrc.SMPTE2084, ColorTrc.ARIB_STD_B67)
+HDR = (ColorTrc.SMPTE2084, ColorTrc.ARIB_STD_B67)
 _UNSPECIFIED_COLORSPACE, _BT2020_NCL = 2, 9
 
 
@@ -44,7 +44,7 @@ class RgbConverter:
     def _shown(self, frame: VideoFrame) -> UInt8Array:
         if frame.interlaced_frame:
             frame = _deinterlaced(frame)
-        if frame.color_trc in _HDR:
+        if frame.color_trc in HDR:
             return _tone_mapped(frame)
         if any(each.is_alpha for each in frame.format.components):
             return _on_white(self._converted(frame, "rgba"))
@@ -81,7 +81,7 @@ def _tone_mapping(source: str, transfer: int, primaries: int) -> Graph:
 
 def _source(frame: VideoFrame) -> str:
     """The arguments of a graph's source. Colours that are not declared are those of BT.2020, which HDR is coded in."""
-    colorspace = _BT2020_NCL if frame.color_trc in _HDR else _UNSPECIFIED_COLORSPACE
+    colorspace = _BT2020_NCL if frame.color_trc in HDR else _UNSPECIFIED_COLORSPACE
     if frame.colorspace != _UNSPECIFIED_COLORSPACE:
         colorspace = frame.colorspace
     return (

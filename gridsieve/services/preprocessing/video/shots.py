@@ -19,7 +19,7 @@ pictures; its `AdaptiveDetector` (3 times the mean of two neighbours on either s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from gridsieve.services.preprocessing.sources.source import Source
-from gridsieve.services.preprocessing.video.decode import decode_frames
+from gridsieve.services.preprocessing.video.card import Card
+from gridsieve.services.preprocessing.video.decode import DecodedFrame, decode_frames
 from gridsieve.services.preprocessing.video.packets import PacketIndex
 
 # Of more keyframes than these, evenly spread ones are compared.
@@ -55,16 +56,21 @@ def compared_keyframes(index: PacketIndex, begin: int, end: int) -> list[int]:
 
 
 def find_shots(
-    source: Source, index: PacketIndex, begin: int, end: int, progress: Callable[[], None] = lambda: None
+    source: Source,
+    index: PacketIndex,
+    begin: int,
+    end: int,
+    progress: Callable[[], None] = lambda: None,
+    card: Card | None = None,
 ) -> tuple[int, ...]:
     """The places in [begin, end) of the first frames of shots, increasing; the first is `begin`.
 
-    progress: called for each packet that is read. Raises as `decode_frames`.
+    progress: called for each packet that is read. card: which decodes. Raises as `decode_frames`.
     """
     keys = compared_keyframes(index, begin, end)
     if not keys:
         return (begin,)
-    differs = _differences(source, index, keys, progress)
+    differs = _differences(decode_frames(source, index, keys, progress, len(index.times.ticks), card=card))
     longest = max((after - before for before, after in pairwise(keys)), default=0)
     sizes, stands_out = _sizes(index)
     found = [begin]
@@ -77,11 +83,11 @@ def find_shots(
     return _apart(index, [place for place in found if begin <= place < end])
 
 
-def _differences(source: Source, index: PacketIndex, keys: Sequence[int], progress: Callable[[], None]) -> list[bool]:
+def _differences(frames: Iterable[DecodedFrame]) -> list[bool]:
     """Whether each keyframe after the first is another picture than the one before it."""
     found: list[bool] = []
     last: NDArray[np.float32] | None = None
-    for frame in decode_frames(source, index, keys, progress, whole=len(index.times.ticks)):
+    for frame in frames:
         picture = Image.fromarray(frame.pixels)
         small = picture.reduce(max(1, picture.width // _COMPARED_PX)).convert("HSV")
         made = np.asarray(small, np.float32) * _CHANNELS

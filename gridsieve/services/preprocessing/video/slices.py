@@ -17,6 +17,7 @@ from gridsieve.common.contract.plan import Int32Array, SizePx
 from gridsieve.common.contract.tensors import DType
 from gridsieve.common.sealed_memory import SealedMemory
 from gridsieve.services.preprocessing.sources.source import Source
+from gridsieve.services.preprocessing.video.card import Card
 from gridsieve.services.preprocessing.video.decode import DecodedFrame, decode_frames
 from gridsieve.services.preprocessing.video.packets import PacketIndex
 from gridsieve.services.preprocessing.video.pictures import PictureIndex, decode_pictures
@@ -81,11 +82,16 @@ class PlannedVideo:
         return replace(self, places=tuple(chain.from_iterable(self.places[n * step :][:step] for n in numbers)))
 
     def slices(
-        self, progress: Callable[[], None] = lambda: None, whole: int = 0, repaired: int = 0, threads: int = 1
+        self,
+        progress: Callable[[], None] = lambda: None,
+        whole: int = 0,
+        repaired: int = 0,
+        threads: int = 1,
+        card: Card | None = None,
     ) -> Generator[Slice, None, None]:
         """Yields slices in order. The arguments, and exceptions: as in `decode_frames` and `decode_pictures`."""
         resizing = _Resizing(self.views[0])
-        with closing(self._frames(progress, whole, repaired, threads)) as frames:
+        with closing(self._frames(progress, whole, repaired, threads, card)) as frames:
             for first in range(0, len(self.places), self.slice_frames):
                 if len(self.views) > 1:
                     yield from self._pictures(first * len(self.views), frames)
@@ -93,10 +99,10 @@ class PlannedVideo:
                     yield self._slice(first, frames, resizing)
 
     def _frames(
-        self, progress: Callable[[], None], whole: int, repaired: int, threads: int
+        self, progress: Callable[[], None], whole: int, repaired: int, threads: int, card: Card | None
     ) -> Generator[DecodedFrame, None, None]:
         if isinstance(self.index, PacketIndex):
-            yield from decode_frames(self.source, self.index, self.places, progress, whole, repaired, threads)
+            yield from decode_frames(self.source, self.index, self.places, progress, whole, repaired, threads, card)
         else:
             for pixels in decode_pictures(self.source, self.index, self.places, progress):
                 yield DecodedFrame(pixels, repaired=False)

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-_DESCRIPTORS = 32
+# CUDA opens a few dozens of the driver's files for itself.
+_DESCRIPTORS, _CARD_DESCRIPTORS = 32, 256
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
@@ -82,32 +83,38 @@ class Confined:
     listener: socket.socket | None
 
 
-def confine(memory_bytes: int, parent: int, listens: bool = False) -> Confined:
+def confine(memory_bytes: int, parent: int, listens: bool = False, on_card: bool = False) -> Confined:
     """Irrevocably drops every right that decoding does not need. Call it before starting any thread.
 
     The kernel kills this process first when memory runs out, and at once when `parent` dies. The process keeps its
     open descriptors. It can open only the files of Python's libraries; it cannot use the network, trace or signal
     other processes, or dump core. memory_bytes: address space beyond what is used now. listens: it may connect to
     itself, and without namespaces to that port of any host, see `Confined`.
+
+    on_card: it uses CUDA, which reserves far more addresses than memory, and opens the driver's libraries, devices and
+    files of /proc and /sys while it runs, with rights that a user namespace may lack. So its addresses, its files and
+    its namespaces stay as they are, and neither mechanism counts as granted.
     """
     with suppress(OSError):  # where /proc is read-only
         Path("/proc/self/oom_score_adj").write_text("1000")
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    for limit, value in (
-        (resource.RLIMIT_AS, used_bytes + memory_bytes),
-        (resource.RLIMIT_FSIZE, memory_bytes),
-        (resource.RLIMIT_NOFILE, _DESCRIPTORS),
-        (resource.RLIMIT_CORE, 0),
-    ):
+    limits = {
+        resource.RLIMIT_FSIZE: memory_bytes,
+        resource.RLIMIT_NOFILE: _CARD_DESCRIPTORS if on_card else _DESCRIPTORS,
+        resource.RLIMIT_CORE: 0,
+    }
+    if not on_card:
+        limits[resource.RLIMIT_AS] = used_bytes + memory_bytes
+    for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
     libc = ctypes.CDLL(None, use_errno=True)
     granted = []
-    if libc.unshare(_CLONE_NEWUSER_AND_NEWNET) == 0:  # refused in many containers
+    if not on_card and libc.unshare(_CLONE_NEWUSER_AND_NEWNET) == 0:  # refused in many containers
         granted.append(Mechanism.NAMESPACES)
     listener = _listener(Mechanism.NAMESPACES in granted) if listens else None
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
-    if _landlock(libc, listener):
+    if _landlock(libc, listener, on_card) and not on_card:
         granted.append(Mechanism.LANDLOCK)
     # Last: a change of credentials, which a new user namespace is, clears it.
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
@@ -127,20 +134,21 @@ def _listener(own_network: bool) -> socket.socket:
     return listener
 
 
-def _landlock(libc: ctypes.CDLL, listener: socket.socket | None) -> bool:
+def _landlock(libc: ctypes.CDLL, listener: socket.socket | None, keeps_files: bool) -> bool:
     """Drops every right to files, and to ports and other processes where the kernel supports it. False without it.
 
-    listener: to whose port it may still connect.
+    listener: to whose port it may still connect. keeps_files: it drops the other rights alone.
     """
     abi = libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_VERSION_FLAG)
-    if abi < 1:
+    if abi < (_LANDLOCK_PORTS_ABI if keeps_files else 1):
         return False
-    files = _LANDLOCK_FILE_RIGHTS[max(each for each in _LANDLOCK_FILE_RIGHTS if each <= abi)]
+    files = 0 if keeps_files else _LANDLOCK_FILE_RIGHTS[max(each for each in _LANDLOCK_FILE_RIGHTS if each <= abi)]
     size = _LANDLOCK_SIZES[max(each for each in _LANDLOCK_SIZES if each <= abi)]
     rules = struct.pack("=3Q", files, _BIND_AND_CONNECT, _SOCKETS_AND_SIGNALS)
     ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, rules, ctypes.c_size_t(size), 0)
     failed = ruleset < 0
-    for name in ("stdlib", "platstdlib", "purelib", "platlib"):  # libraries import some of their parts on first use
+    # Libraries import some of their parts on first use.
+    for name in () if keeps_files else ("stdlib", "platstdlib", "purelib", "platlib"):
         with _folder(sysconfig.get_path(name)) as folder:
             rule = struct.pack("=Qi", _LANDLOCK_READ, folder)
             failed |= libc.syscall(_LANDLOCK_ADD_RULE, ruleset, _LANDLOCK_PATH_BENEATH, rule, 0) != 0

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 
+from gridsieve.common.contract.errors import StartupError
 from gridsieve.services.preprocessing.workers.limits import Limits, Mechanism
 from gridsieve.services.preprocessing.workers.protocol import Facts, Kind, Message, receive, send
 
@@ -24,7 +25,8 @@ _START = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv.pop()); importlib.import_module(sys.argv[4]).main()"
 )
 # A numeric library that the machine's variables set otherwise computes other bits than the service.
-_KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH", "OPENBLAS_", "OMP_", "MKL_")
+# CUDA_VISIBLE_DEVICES says which card it sees.
+_KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH", "OPENBLAS_", "OMP_", "MKL_", "CUDA_")
 # Frames reuse the memory of those before them: otherwise malloc gives it back, and each of its pages costs a fault.
 # What is kept counts to the memory limit of the next job, so it is little.
 _OWN_ENVIRONMENT = {
@@ -110,13 +112,18 @@ class WorkerProcess:
         return os.waitid(os.P_PIDFD, self._handle, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
 
     async def ready(self) -> frozenset[str]:
-        """Waits until the worker is ready; returns what confines it. Raises WorkerFault if it does not start."""
+        """Waits until the worker is ready; returns what confines it.
+
+        Raises WorkerFault if it does not start, StartupError if the worker says why.
+        """
         try:
             async with asyncio.timeout(_START_S):
                 message = await self.receive()
         except TimeoutError as error:
             raise WorkerFault(Fault.SLOW, f"it took more than {_START_S:g} s to start") from error
         message.close()
+        if message.kind is Kind.FAILED:
+            raise StartupError(message.facts.text("text"))
         return message.facts.names("confined_by", list(Mechanism))
 
     def send(self, kind: Kind, facts: Facts | None = None, descriptors: tuple[int, ...] = ()) -> None:

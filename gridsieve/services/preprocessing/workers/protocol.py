@@ -9,7 +9,8 @@ one datagram of JSON with fixed keys, arrays come in sealed memory, and anything
 A worker that makes one piece for long sends PROGRESS at most once in PROGRESS_S. One that reads a stream asks for more
 of it with READ; DATA answers, with the bytes in sealed memory, or without memory once the stream has ended. One that
 plays a camera gets a socket that speaks with it as the third descriptor of JOB.
-STOP ends a job before its next piece. A worker without a job ignores NEXT and STOP, which crossed its DONE.
+STOP ends a job before its next piece. A worker without a job ignores NEXT and STOP, which crossed its DONE. One
+that cannot start says FAILED in READY's place.
 """
 
 from __future__ import annotations

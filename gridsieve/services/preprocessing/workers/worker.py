@@ -25,11 +25,12 @@ import av.subtitles.stream  # noqa: F401  PyAV 18.1 imports it with the first st
 import numpy as np
 from numpy.typing import NDArray
 
-from gridsieve.common.contract.errors import GridsieveError, MediaRejected
+from gridsieve.common.contract.errors import GridsieveError, MediaRejected, StartupError
 from gridsieve.common.contract.plan import MAX_FRAME_SIDE_PX, SizePx
 from gridsieve.common.process import give_back_freed_memory
 from gridsieve.common.sealed_memory import sealed
 from gridsieve.services.preprocessing.sources.source import Source, check_file_size
+from gridsieve.services.preprocessing.video.card import Card
 from gridsieve.services.preprocessing.video.packets import PacketIndex, read_packets
 from gridsieve.services.preprocessing.video.pictures import PictureIndex, read_pictures
 from gridsieve.services.preprocessing.video.shots import find_shots
@@ -63,7 +64,8 @@ class Task:
     """A job as it arrived: the media, its fields, and an array of numbers, int64 [N].
 
     progress: says that it works. more: waits for the next bytes of a stream; empty once it has ended. camera: the
-    descriptor of a socket that speaks with a camera. listener: on the one port to which this process may connect.
+    descriptor of a socket that speaks with a camera. listener: on the one port to which this process may connect. card:
+    which decodes.
     """
 
     source: Source
@@ -74,6 +76,7 @@ class Task:
     more: Callable[[], bytes]
     camera: int
     listener: socket.socket | None
+    card: Card | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +108,7 @@ def index_pictures(task: Task) -> Generator[Piece, None, None]:
 def find_shots_of(task: Task) -> Generator[Piece, None, None]:
     index = index_of(task.facts, task.numbers)
     end = task.facts.integer("end", 1, len(index.times.ticks))
-    shots = find_shots(task.source, index, task.facts.integer("begin", 0, end - 1), end, task.progress)
+    shots = find_shots(task.source, index, task.facts.integer("begin", 0, end - 1), end, task.progress, task.card)
     yield Piece({}, np.asarray(shots, np.int64))
 
 
@@ -135,7 +138,8 @@ def _slices(
         tile_px=_tile_px(task.facts),
         dtype=dtype,
     )
-    slices = video.slices(task.progress, whole, repaired, task.facts.integer("threads", 1, _MAX_THREADS))
+    threads = task.facts.integer("threads", 1, _MAX_THREADS)
+    slices = video.slices(task.progress, whole, repaired, threads, task.card)
     for _ in range(task.facts.integer("again", 0, whole * len(views))):
         next(slices)
     return _pieces(slices)
@@ -171,14 +175,19 @@ JOBS: JobTable = {
 }
 
 
-def main(jobs: JobTable = JOBS, listens: bool = False) -> None:
+def main(jobs: JobTable = JOBS, listens: bool = False, on_card: bool = False) -> None:
     """Serves a connection. Arguments: its descriptor, the limits as JSON, and the service's process id.
 
-    listens: see `confine`.
+    listens: see `confine`. on_card: a card decodes videos. Returns if there is none.
     """
     connection = socket.socket(fileno=int(sys.argv[1]))
     limits = Limits(**json.loads(sys.argv[2]))
-    confined = confine(limits.memory_bytes, int(sys.argv[3]), listens)
+    confined = confine(limits.memory_bytes, int(sys.argv[3]), listens, on_card)
+    try:
+        card = Card() if on_card else None
+    except StartupError as error:
+        return _fail(connection, "STARTUP", str(error))
+    task_of = partial(_task, limits, connection, confined.listener, card)
     gc.freeze()  # what is imported stays, and the collections below need not look at it
     _send(connection, Kind.READY, {"confined_by": confined.by})
     holds_freed = False  # which the next job reuses if it comes soon
@@ -188,17 +197,18 @@ def main(jobs: JobTable = JOBS, listens: bool = False) -> None:
             holds_freed = False
         message = _receive(connection)
         if message.kind is Kind.JOB:
-            _run(connection, message, limits, jobs, confined.listener)
+            _run(connection, message, jobs, task_of)
+            if card and card.lost:
+                os._exit(1)  # before DONE, after which it would get another job
+            _send(connection, Kind.DONE)
             gc.collect()  # PyAV's containers and streams are reference cycles
             holds_freed = True
 
 
-def _run(
-    connection: socket.socket, message: Message, limits: Limits, jobs: JobTable, listener: socket.socket | None
-) -> None:
+def _run(connection: socket.socket, message: Message, jobs: JobTable, task_of: Callable[[Message], Task]) -> None:
     """Answers each NEXT of a job with a piece, until its last piece, a STOP or a failure."""
     try:
-        task = _task(message, limits, connection, listener)
+        task = task_of(message)
         with closing(jobs[message.facts.text("job")](task)) as pieces:
             for _ in range(message.facts.integer("pieces", 0, 2**31)):
                 if _receive(connection).kind is Kind.STOP or (piece := next(pieces, None)) is None:
@@ -213,7 +223,6 @@ def _run(
         _fail(connection, "BUG", traceback.format_exc())
     finally:
         message.close()
-    _send(connection, Kind.DONE)
 
 
 def _progress(connection: socket.socket) -> Callable[[], None]:
@@ -240,7 +249,9 @@ def _more(connection: socket.socket) -> bytes:
         answer.close()
 
 
-def _task(message: Message, limits: Limits, connection: socket.socket, listener: socket.socket | None) -> Task:
+def _task(
+    limits: Limits, connection: socket.socket, listener: socket.socket | None, card: Card | None, message: Message
+) -> Task:
     media, numbers, *camera = message.descriptors
     name = message.facts.text("media")
     check_file_size(name, media, limits.file_bytes)
@@ -253,6 +264,7 @@ def _task(message: Message, limits: Limits, connection: socket.socket, listener:
         more=partial(_more, connection),
         camera=camera[0] if camera else -1,
         listener=listener,
+        card=card,
     )
 
 

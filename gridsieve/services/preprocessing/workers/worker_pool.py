@@ -160,7 +160,7 @@ class WorkerPool:
             try:
                 await self._start()
                 break
-            except (WorkerFault, PeerContract, OSError) as error:
+            except (WorkerFault, PeerContract, StartupError, OSError) as error:
                 log.error("worker does not start", error=str(error))
                 self._missing.add(worker)
                 await asyncio.sleep(_RESTART_S)
@@ -171,7 +171,7 @@ class WorkerPool:
         self._workers.add(worker)
         try:
             self.confined_by &= await worker.ready()
-        except (WorkerFault, PeerContract):
+        except (WorkerFault, PeerContract, StartupError):
             await self._end(worker)
             raise
         self._idle.put_nowait(worker)
