@@ -105,8 +105,8 @@ def test_a_seek_that_lands_too_late_restarts_from_the_beginning(monkeypatch: pyt
     original = decode.open_video
 
     @contextmanager
-    def misled(source: Source) -> Iterator[tuple[Misled, Any]]:
-        with original(source) as (container, stream):
+    def misled(*opened: Any) -> Iterator[tuple[Misled, Any]]:
+        with original(*opened) as (container, stream):
             yield Misled(container, index.keyframes[4]), stream
 
     monkeypatch.setattr(decode, "open_video", misled)
