@@ -24,6 +24,7 @@ from tests.families.llava import NEXT_VIDEO_PX as NEXT_VIDEO_PX
 from tests.families.llava import ONEVISION_PATCH as ONEVISION_PATCH
 from tests.families.llava import ONEVISION_PX as ONEVISION_PX
 from tests.families.qwen import QWEN3_5 as QWEN3_5
+from tests.families.qwen import write_qwen3_5 as write_qwen3_5
 from tests.families.qwen import write_qwen3_vl_heads as write_qwen3_vl_heads
 from tests.families.qwen import write_qwen3_vl_moe as write_qwen3_vl_moe
 

@@ -1,4 +1,5 @@
-"""Two ranks, each with half of every layer and of the KV cache, compute what one process computes."""
+"""Two ranks, each with half of every layer and of the KV cache, or with its only KV head, compute what one process
+computes."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +25,11 @@ from gridsieve.common.process import ExitStatus
 from gridsieve.services.generation.loading import check_ranks, load_language_model
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.parallel.group import WorkerRanks
-from gridsieve.services.generation.parallel.sharding import check_sizes
+from gridsieve.services.generation.parallel.sharding import check_sizes, shard
 from gridsieve.services.generation.startup.adapters import load_adapters
 from tests import capturing_rank, parallel_rank
 from tests.adapters import write_adapter
-from tests.families import FAMILIES, text_and_head, write_qwen3_vl_moe
+from tests.families import FAMILIES, text_and_head, write_qwen3_5, write_qwen3_vl_moe
 from tests.generation.checkpoints import changed, tied, with_swapped_experts
 from tests.integration.forks import Forked
 from tests.law import Question, answer, assert_law, several_questions
@@ -38,6 +40,8 @@ DEEP = (
     *("cosmos3_edge", "glm4v", "glm4v_moe", "llava", "llava_pixtral", "minicpmv_2_6", "minicpmv_4_5"),
     *("nemotron_h_omni", "qwen2_5_vl", "qwen3_5_moe", "qwen3_vl"),
 )
+# The others have two.
+ONE_KV_HEAD = {"qwen3_5": partial(write_qwen3_5, text={"num_key_value_heads": 1})}
 FAMILY_PARAMS = [
     *("llava_onevision", "qwen3_5", "qwen3_vl_moe"),
     *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP),
@@ -65,7 +69,7 @@ class Shared:
 
 @pytest.fixture(scope="module")
 def shared(workers: WorkerRanks, family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    whole = load_models(family, tmp_path_factory.mktemp(family))
+    whole = load_models(family, tmp_path_factory.mktemp(family), ONE_KV_HEAD.get(family))
     reference, _ = text_and_head(whole.reference)
     text = {
         name: write_adapter(
@@ -117,10 +121,12 @@ def test_two_ranks_answer_as_one(shared: Shared, family: str, few_blocks: bool, 
 
 def test_a_rank_holds_half_of_every_layer_of_its_cache_and_of_its_adapters(shared: Shared, family: str) -> None:
     half, prefix = shared.half.engine, FAMILIES[family].text_prefix
-    assert 2 * half.token_bytes == shared.whole.engine.token_bytes
+    of_whole = ("k_proj", "v_proj") if family in ONE_KV_HEAD else ()
+    assert (1 if of_whole else 2) * half.token_bytes == shared.whole.engine.token_bytes
     written = load_file(shared.whole.folder / "model.safetensors")
     for name, each in half.text.named_parameters():
         sharded = ("_proj" in name or ".mlp.fc" in name) and not name.endswith("o_proj.bias")
+        sharded = sharded and not any(f".{of_head}." in name for of_head in of_whole)
         stored = half.stored * half.hidden_size if name == "embed_tokens.weight" else 0
         whole = stored + sum(written[each].numel() for each in names_in(written, prefix + name.replace(".layer.", ".")))
         assert each.numel() * (2 if sharded else 1) == whole, name
@@ -174,9 +180,20 @@ def test_a_weight_of_another_shape_is_refused_even_if_the_ranks_part_would_fit(
 
 
 def test_heads_that_ranks_cannot_divide_are_refused(tiny_checkpoint: Path) -> None:
-    with pytest.raises(StartupError, match="4 must divide the model's 4 attention heads and 2 KV heads"):
-        check_ranks(Checkpoint(tiny_checkpoint), 4)
-    check_ranks(Checkpoint(tiny_checkpoint), 2)
+    with pytest.raises(StartupError, match="3 must divide the model's 4 attention heads, and divide its 2 KV heads or"):
+        check_ranks(Checkpoint(tiny_checkpoint), 3)
+    check_ranks(Checkpoint(tiny_checkpoint), 4)
+
+
+def test_ranks_next_to_each_other_have_the_same_kv_head() -> None:
+    """So that a rank's query heads read it."""
+    whole, plan = torch.arange(6.0), dict.fromkeys(("k_proj", "k_proj.weight", "k_proj.bias"), "colwise")
+    for rank, head in enumerate((0, 0, 1, 1)):
+        layers = nn.ModuleDict({"k_proj": nn.Linear(4, len(whole), device="meta")})
+        group: Any = SimpleNamespace(rank=rank, ranks=4, mesh=None)
+        shards = shard(layers, plan, group, kv_heads=2)
+        assert shards["k_proj.bias"].of(whole).tolist() == whole.view(2, 3)[head].tolist()
+        assert layers["k_proj"].weight.shape == (3, 4)
 
 
 def test_experts_that_ranks_cannot_divide_are_refused() -> None:

@@ -155,7 +155,8 @@ class GenerationSettings(UpstreamSettings):
         1,
         ge=1,
         description="number of tensor-parallel ranks, each a process with a part of every layer; on CUDA each uses one "
-        "device, starting at --device. Must divide the model's attention heads and KV heads",
+        "device, starting at --device. Must divide the model's attention heads, and divide its KV heads or be a "
+        "multiple of them",
     )
     compile: Literal["auto", "on", "off"] = Field(
         "auto",

@@ -85,7 +85,7 @@ def shard_text(text: Any, plan: Mapping[str, str] | None, group: Group | None) -
     """
     if group is None:
         return {}
-    return shard(text, layers_plan(text, plan, group.ranks), group)
+    return shard(text, layers_plan(text, plan, group.ranks), group, text.config.num_key_value_heads)
 
 
 def with_output_layer(
@@ -149,7 +149,7 @@ def assemble(config: Any, text: Any, lm_head: Any, embed_levels: int, ranks: int
         lm_head=lm_head.requires_grad_(False),
         layers=len(attention),
         heads=sizes.num_attention_heads // ranks,
-        kv_heads=sizes.num_key_value_heads // ranks,
+        kv_heads=-(-sizes.num_key_value_heads // ranks),
         head_dim=attention[0].head_dim,
         context_tokens=sizes.max_position_embeddings,
         embed_levels=embed_levels,

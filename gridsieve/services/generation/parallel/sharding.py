@@ -4,6 +4,8 @@
     packed    a rank has some rows of each half        gate and up as one
     rowwise   a rank has some columns of the weight    o and down, followed by an all-reduce
 
+Of more ranks than KV heads, several have the same one: that of their query heads.
+
 transformers keeps sharded weights as DTensors and unwraps them in each call of a layer. Here they are plain tensors
 from the start, which its layers accept as well.
 Source: `transformers.distributed.tensor_parallel`; Megatron-LM, arXiv 1909.08053.
@@ -11,8 +13,9 @@ Source: `transformers.distributed.tensor_parallel`; Megatron-LM, arXiv 1909.0805
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +27,8 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.services.generation.parallel.group import Group
 
+# Layers of which a rank has whole KV heads.
+_OF_KV_HEADS = ("k_proj", "v_proj")
 # transformers' style of a weight whose halves are the gate and up.
 PACKED = "packed_colwise"
 # The style of layers of which a rank has some rows, but whose outputs are put together. So are recurrent layers'
@@ -35,10 +40,10 @@ _EXPERT_COLUMNS = 8
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of one weight. shape: of the whole weight."""
+    """A rank's part of one weight. shape: of the whole weight. cut: what `of` does with one of this shape."""
 
     shape: tuple[int, ...]
-    _operation: Any
+    cut: Callable[[Any], Tensor]
 
     def of(self, whole: Any) -> Tensor:
         """Cuts this rank's part out of a tensor, or out of a slice of safetensors, which then reads only this part.
@@ -50,8 +55,7 @@ class Shard:
             whole, shape = _Transposed(whole), self.shape
         if shape != self.shape:
             raise ValueError(f"{list(self.shape)}, got {list(shape)}")
-        part: Tensor = self._operation.shard_tensor(whole)
-        return part.contiguous()
+        return self.cut(whole).contiguous()
 
 
 class _Transposed:
@@ -76,9 +80,10 @@ def check_sizes(config: Any, ranks: int) -> None:
     Other dimensions need not divide evenly: the last rank has less.
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads % ranks or kv_heads % ranks:
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise StartupError(
-            f"--tensor-parallel {ranks} must divide the model's {heads} attention heads and {kv_heads} KV heads"
+            f"--tensor-parallel {ranks} must divide the model's {heads} attention heads, and divide its {kv_heads} KV "
+            f"heads or be a multiple of them"
         )
     width = getattr(config, "moe_intermediate_size", 0)
     if width % (ranks * _EXPERT_COLUMNS):  # the first step would fail
@@ -88,28 +93,45 @@ def check_sizes(config: Any, ranks: int) -> None:
         )
 
 
-def shard(module: nn.Module, plan: Mapping[str, str], group: Group) -> dict[str, Shard]:
+def shard(module: nn.Module, plan: Mapping[str, str], group: Group, kv_heads: int = 0) -> dict[str, Shard]:
     """Turns a module on the meta device into this rank's part of it.
 
     plan: transformers' style names by full names of modules and parameters. Layers whose outputs are put together get
-        the attribute `output_is_whole`.
+        the attribute `output_is_whole`. kv_heads: of the model; if there are fewer than ranks, layers of these get the
+        attribute `ranks_alike`, the number of ranks that have the same part.
     Returns, by name, this rank's part of each weight that is sharded.
     """
-    apply_tensor_parallelism(module, group.mesh, dict(plan))
+    alike = group.ranks // kv_heads if kv_heads else 1
+    of_heads = tuple(name for name in plan if alike > 1 and name.endswith(_OF_KV_HEADS))
+    others = {name: style for name, style in plan.items() if not name.startswith(of_heads)}
+    apply_tensor_parallelism(module, group.mesh, others)
     for name, layer in module.named_modules():
         if plan.get(name) == WHOLE_OUTPUT:
             layer.output_is_whole = True
         elif plan.get(name) == PACKED and isinstance(layer, nn.Linear):
             layer.packed = True  # type: ignore[assignment]  # for `startup.adapters`
+        elif name in of_heads:
+            layer.ranks_alike = alike  # likewise
     shards = {}
     for name, parameter in list(module.named_parameters()):
+        owner, _, own = name.rpartition(".")
         if isinstance(parameter, DTensor):
-            shards[name] = Shard(tuple(parameter.shape), DtensorShardOperation(parameter))
-            owner, _, own = name.rpartition(".")
-            module.get_submodule(owner)._parameters[own] = nn.Parameter(
-                torch.empty(parameter.to_local().shape, dtype=parameter.dtype, device="meta"), requires_grad=False
-            )
+            shape, cut = tuple(parameter.to_local().shape), DtensorShardOperation(parameter).shard_tensor
+        elif owner in of_heads:
+            rows = len(parameter) // kv_heads
+            shape, cut = (rows, *parameter.shape[1:]), partial(_rows, group.rank // alike * rows, rows)
+        else:
+            continue
+        shards[name] = Shard(tuple(parameter.shape), cut)
+        module.get_submodule(owner)._parameters[own] = nn.Parameter(
+            torch.empty(shape, dtype=parameter.dtype, device="meta"), requires_grad=False
+        )
     return shards
+
+
+def _rows(first: int, count: int, whole: Any) -> Tensor:
+    part: Tensor = whole[first : first + count]
+    return part
 
 
 def layers_plan(text: Any, plan: Mapping[str, str] | None, ranks: int) -> dict[str, str]:

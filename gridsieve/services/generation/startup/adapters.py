@@ -68,4 +68,6 @@ def _of_rank(addition: LowRank, layer: Any, group: Group | None) -> LowRank:
     if rows == layer.out_features:
         return addition
     halves = addition.up.chunk(2) if getattr(layer, "packed", False) else (addition.up,)
-    return replace(addition, up=torch.cat([part(each, 0, group.rank, group.ranks) for each in halves]))
+    alike = getattr(layer, "ranks_alike", 1)
+    own = [part(each, 0, group.rank // alike, group.ranks // alike) for each in halves]
+    return replace(addition, up=torch.cat(own))
