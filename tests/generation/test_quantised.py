@@ -17,15 +17,19 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.generation.loading import load_language_model
+from gridsieve.services.generation.parallel.group import WorkerRanks
 from gridsieve.services.generation.startup.adapters import load_adapters
 from tests.adapters import write_adapter
 from tests.families import FAMILIES
 from tests.generation.checkpoints import Twins, changed, fp8_config, fp8_twins, load
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text
+from tests.parallel_rank import assert_law_on_two_ranks
 from tests.tiny import TinyEngine, random_item
 
 CPU = torch.device("cpu")
+# Of the names of weights of which each of two ranks has half.
+PARTS = ("q_proj.weight", "mlp.down_proj", ".experts.")
 ASKING = Question((Text(tuple(range(20, 33))),), 8)
 
 
@@ -128,7 +132,20 @@ def test_missing_and_unknown_weights_are_refused_by_name(twins: Twins, tmp_path:
         load(extra)
 
 
-def test_tensor_parallelism_refuses_a_quantised_checkpoint(twins: Twins) -> None:
+def test_two_ranks_have_half_of_the_weights_each_and_answer_as_one(twins: Twins, workers: WorkerRanks) -> None:
+    video = random_item(twins.models.family, (3, 2, 2), Fraction(1), rate=0.5)
+    asked = [ASKING, Question((Text((20, 21)), video, Text((22,))), 4)]
+    half = assert_law_on_two_ranks(twins.models, twins.quantised, workers, asked)
+    weights = {name: each for name, each in twins.weights.items() if name.startswith(twins.models.family.text_prefix)}
+    held, whole = (
+        {part: sum(each.numel() for name, each in every if part in name and "scale" not in name) for part in PARTS}
+        for every in (list(half.text.named_parameters()), weights.items())
+    )
+    assert {part: 2 * size for part, size in held.items()} == whole
+
+
+def test_two_ranks_are_refused_where_transformers_dequantises(tiny_checkpoint: Path, tmp_path: Path) -> None:
     group: Any = SimpleNamespace(ranks=2, rank=0)
-    with pytest.raises(StartupError, match="--tensor-parallel 2: quantised checkpoints support one rank only"):
-        load_language_model(Checkpoint(twins.quantised), torch.float32, CPU, group)
+    folder = changed(tiny_checkpoint, tmp_path / "other", quantization_config={"quant_method": "torchao"})
+    with pytest.raises(StartupError, match="--tensor-parallel 2: checkpoints that transformers dequantises support on"):
+        load_language_model(Checkpoint(folder), torch.float32, CPU, group)

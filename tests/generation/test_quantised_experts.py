@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
@@ -19,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gridsieve.common.adapter_folder import AdapterFolder
-from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.services.generation.loading import fp8, load_language_model
+from gridsieve.services.generation.loading import fp8
+from gridsieve.services.generation.parallel.group import WorkerRanks
 from gridsieve.services.generation.startup.adapters import load_adapters
 from tests.adapters import write_adapter
 from tests.families import FAMILIES, load_reference, nemotron
@@ -30,6 +29,7 @@ from tests.generation import int4
 from tests.generation.checkpoints import FP8_MOST, Twins, changed, fp8_config, in_fp8, load
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text
+from tests.parallel_rank import assert_law_on_two_ranks
 from tests.tiny import Models, TinyEngine, random_item
 
 # Experts are most of the weights. 40 divides neither 96 nor 128: blocks lie across gate and up.
@@ -95,7 +95,9 @@ LAYOUTS = {
 }
 FAMILIES_IN_FILES: dict[str, Callable[[Path], Path]] = {
     "qwen3_vl_moe": lambda folder: _write("qwen3_vl_moe", folder, TEXT),
-    "qwen3_5_moe": lambda folder: _write("qwen3_5_moe", folder, {**EXPERTS_3_5, **TEXT}),
+    "qwen3_5_moe": lambda folder: _write(
+        "qwen3_5_moe", folder, {**EXPERTS_3_5, **TEXT, "shared_expert_intermediate_size": 2 * GROUP}
+    ),
 }
 
 
@@ -243,13 +245,16 @@ def test_other_layouts_are_refused_by_the_name_of_an_expert(written: tuple[str, 
         load(other)
 
 
-def test_ranks_and_adapters_are_refused(written: tuple[str, Path], tmp_path: Path) -> None:
+def test_two_ranks_have_half_of_the_experts_each_and_no_adapters_of_them(
+    written: tuple[str, Path], workers: WorkerRanks, tmp_path: Path
+) -> None:
+    """Experts in fp8: `test_quantised`."""
     family, folder = written
     twins = write_twins(family, LAYOUTS["4 bits, gptq"], folder, tmp_path)
-    group: Any = SimpleNamespace(ranks=2, rank=0)
-    with pytest.raises(StartupError, match="--tensor-parallel 2: experts stored in 4 bits support one rank only"):
-        load_language_model(Checkpoint(twins.quantised), torch.float32, torch.device("cpu"), group)
-    model = load(twins.quantised)
+    asked = [Question((Text(tuple(range(20, 33))),), 6)]
+    model = assert_law_on_two_ranks(twins.models, twins.quantised, workers, asked)
+    held = {name.split(".experts.")[1].split(".")[0] for name, _ in model.text.named_modules() if ".experts." in name}
+    assert held == set(map(str, range(TEXT["num_experts"] // 2)))
     lora = tmp_path / "lora"
     write_adapter(twins.models.reference.model.language_model, lora, r=2, target_modules=["q_proj"])
     weights = load_file(lora / "adapter_model.safetensors")

@@ -11,7 +11,12 @@ from torch import Tensor
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.families import family_of
-from gridsieve.services.generation.loading.experts import is_quantised_expert, unstack
+from gridsieve.services.generation.loading.experts import (
+    is_quantised_expert,
+    stacked_shards,
+    unstack,
+    without_others,
+)
 from gridsieve.services.generation.loading.fp8 import keep_fp8
 from gridsieve.services.generation.loading.fp8_blocks import fp8_blocks
 from gridsieve.services.generation.loading.int4 import Int4Layers, int4_format
@@ -21,7 +26,6 @@ from gridsieve.services.generation.loading.text_family import StoredVectors, Tex
 from gridsieve.services.generation.loading.text_model import in_float32, make_text, shard_text, with_output_layer
 from gridsieve.services.generation.loading.weights import fill, has_weights, read_weights, stored_weights
 from gridsieve.services.generation.model.language_model import LanguageModel
-from gridsieve.services.generation.model.separate_experts import has_separate_experts
 from gridsieve.services.generation.parallel.group import Group
 from gridsieve.services.generation.parallel.sharding import WHOLE_OUTPUT, check_sizes
 
@@ -82,10 +86,13 @@ def _load(
     in_fp8: dict[str, torch.dtype] = {}
     blocks = fp8_blocks(checkpoint)
     if is_quantised(checkpoint) and how is None:
-        if group is not None:
-            raise StartupError(f"--tensor-parallel {group.ranks}: quantised checkpoints support one rank only")
-        in_fp8 = keep_fp8(checkpoint, text, prefix, dtype, device)
+        in_fp8 = keep_fp8(checkpoint, text, prefix, dtype, device, group)
+        named = without_others(text, named)
         if not blocks.scales:
+            if group is not None:
+                raise StartupError(
+                    f"--tensor-parallel {group.ranks}: checkpoints that transformers dequantises support one rank only"
+                )
             _refuse_experts(checkpoint, prefix)
             if TEXT_OF_WHOLE not in family.prefixes:
                 raise StartupError(
@@ -93,10 +100,8 @@ def _load(
                     f"fp8 by blocks"
                 )
             return load_quantised(checkpoint, config, classes.whole, classes.text, embed_levels, dtype, device)
-    layers = None if how is None else Int4Layers(checkpoint, text, prefix, how, named)
-    if group is not None and has_separate_experts(text):
-        raise StartupError(f"--tensor-parallel {group.ranks}: experts stored in 4 bits support one rank only")
-    shards = shard_text(text, text.config.base_model_tp_plan or family.plan, group)
+    layers = None if how is None else Int4Layers(checkpoint, text, prefix, how, named, group)
+    shards = shard_text(text, text.config.base_model_tp_plan or family.plan, group) | stacked_shards(text, in_fp8)
     if layers is not None:
         layers.pack(dtype, device, shards)
         named = layers.others

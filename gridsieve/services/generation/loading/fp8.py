@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.services.generation.loading.experts import separate_experts
+from gridsieve.services.generation.loading.experts import separate_experts, without_others
 from gridsieve.services.generation.loading.fp8_blocks import fp8_blocks
 from gridsieve.services.generation.loading.quantization_config import quantization_settings
 from gridsieve.services.generation.loading.text_model import LM_HEAD_PREFIXES
+from gridsieve.services.generation.loading.weights import as_stored
 from gridsieve.services.generation.model.fp8_linear import (
     FP8,
     GROUP,
@@ -27,10 +28,11 @@ from gridsieve.services.generation.model.fp8_linear import (
     find_product,
     fits,
 )
+from gridsieve.services.generation.parallel.group import Group
 
 
 def keep_fp8(
-    checkpoint: Checkpoint, text: Any, prefix: str, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint, text: Any, prefix: str, dtype: torch.dtype, device: torch.device, group: Group | None
 ) -> dict[str, torch.dtype]:
     """Replaces the linear layers of `text` that stay in fp8, and experts that the checkpoint stores in fp8.
 
@@ -39,7 +41,9 @@ def keep_fp8(
     """
     blocks = fp8_blocks(checkpoint)
     names = {name.removeprefix(prefix) for name in blocks.scales if name.startswith((prefix, *LM_HEAD_PREFIXES))}
-    stacked = separate_experts(text, names)
+    stacked = separate_experts(text, names, group)
+    of_rank = without_others(text, as_stored)
+    names = {name for name in names if of_rank(name) and (group is None or ".experts." in name)}
     own = {name: stacked.get(name, [name.removesuffix(".weight")]) for name in names}
     linears = {name: each for name, each in text.named_modules() if type(each) is nn.Linear}
     kept = {name: layers for name, layers in own.items() if all(each in linears for each in layers)}

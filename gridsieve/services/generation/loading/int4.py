@@ -30,9 +30,10 @@ from torch import Tensor, nn
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.services.compute.int4_linear import Int4Linear, Int4Matrix, Int4Weight, rounded_to_nearest
-from gridsieve.services.generation.loading.experts import separate_experts
+from gridsieve.services.generation.loading.experts import separate_experts, without_others
 from gridsieve.services.generation.loading.quantization_config import compressed_groups, quantization_settings
 from gridsieve.services.generation.loading.weights import Named, as_stored, stored_weights
+from gridsieve.services.generation.parallel.group import Group
 from gridsieve.services.generation.parallel.sharding import Shard
 
 # Of `--quantization int4`.
@@ -107,18 +108,25 @@ class Int4Layers:
     """The linear layers of a module that a checkpoint has in a format, of which each becomes an `Int4Linear`."""
 
     def __init__(
-        self, checkpoint: Checkpoint, module: nn.Module, prefix: str, how: Int4Format, named: Named = as_stored
+        self,
+        checkpoint: Checkpoint,
+        module: nn.Module,
+        prefix: str,
+        how: Int4Format,
+        named: Named = as_stored,
+        group: Group | None = None,
     ) -> None:
         """module: on the meta device. prefix: of its weights, whose names the module has by `named`.
 
-        Experts in 4 bits become `SeparateExperts`. Raises StartupError, by name, for what else is stored in 4 bits and
-        is no linear layer.
+        Experts in 4 bits become `SeparateExperts`, those of this rank. Raises StartupError, by name, for what else is
+        stored in 4 bits and is no linear layer.
         """
-        self._checkpoint, self._module, self._prefix, self._how, self._named = checkpoint, module, prefix, how, named
+        self._checkpoint, self._module, self._prefix, self._how = checkpoint, module, prefix, how
         self._parts: defaultdict[str, set[str]] = defaultdict(set)  # of each layer, the tensors that are read
         if how.needed != ("weight",):
             names = (name for _, name, _ in stored_weights(checkpoint, prefix, named=named))
-            separate_experts(module, {name for name in names if name.endswith(f".{how.needed[0]}")})
+            separate_experts(module, {name for name in names if name.endswith(f".{how.needed[0]}")}, group)
+        self._named = named = without_others(module, named)
         linears = {name: each for name, each in module.named_modules() if type(each) is nn.Linear}
         for full, name, _ in stored_weights(checkpoint, prefix, named=named):
             layer, _, part = name.rpartition(".")

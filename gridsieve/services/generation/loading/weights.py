@@ -72,8 +72,9 @@ def read_weights(
     for full, name, file in stored_weights(checkpoint, prefix, device, named):
         if blocks.scales and name not in dtypes and (blocks.is_scale(full) or OF_ACTIVATIONS.search(name)):
             continue
-        stored = file.get_slice(full) if name in shards else file.get_tensor(full)
         stays = dtypes.get(name) == FP8
+        part = name in shards and (stays or full not in blocks.scales)  # else all of it is dequantised
+        stored = file.get_slice(full) if part else file.get_tensor(full)
         if not stays:
             stored = blocks.dequantised(full, stored)
         if not stays and (found := _OF_EXPERT.fullmatch(name)):

@@ -2,7 +2,8 @@
 
 The rows are put in the order of their experts. Each expert computes its own rows: its weights, and no other's, are
 dequantised meanwhile, as its layers do it. The host must know how many rows an expert has, so on CUDA it waits in each
-layer, and no graph can hold these experts.
+layer, and no graph can hold these experts. Of several ranks each has some of the experts, whole, and computes their
+rows; what has the other rows is added by transformers' all-reduce around it.
 """
 
 from __future__ import annotations
@@ -14,29 +15,38 @@ import torch
 from torch import Tensor, nn
 
 
-class SeparateExperts(nn.ModuleList):
-    """Takes the place of the experts of transformers, without biases.
+class SeparateExperts(nn.ModuleDict):
+    """Takes the place of the experts of transformers, without biases. Its modules have their numbers as names.
 
     The layers of each are gate_proj and up_proj, or up_proj alone, or gate_up_proj; and down_proj.
+    count: of all experts. own: the numbers of those that this rank has.
     """
 
-    def __init__(self, stacked: Any, joined: bool) -> None:
+    def __init__(self, stacked: Any, joined: bool, rank: int = 0, ranks: int = 1) -> None:
         """stacked: transformers' experts. joined: gate and up are one layer. The layers are on the meta device."""
         count, hidden, width = stacked.down_proj.shape
+        own = range(count * rank // ranks, count * (rank + 1) // ranks)
         if not stacked.has_gate:
             inner, multiply = {"up_proj": width}, stacked.act_fn
         else:
             inner = {"gate_up_proj": 2 * width} if joined else {"gate_proj": width, "up_proj": width}
             multiply = stacked._apply_gate
-        super().__init__(_Expert(hidden, inner, width, multiply) for _ in range(count))
+        super().__init__({str(number): _Expert(hidden, inner, width, multiply) for number in own})
+        self.count, self.own = count, own
 
     def forward(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """rows: [T, D]. experts: int64 [T, k], the experts of each row; weights: [T, k], theirs. Returns [T, D]."""
+        """rows: [T, D]. experts: int64 [T, k], the experts of each row; weights: [T, k], theirs. Returns [T, D], of
+        other ranks' experts zeros."""
         order = experts.flatten().argsort(stable=True)
-        counts = torch.bincount(experts.flatten(), minlength=len(self)).tolist()
+        counts = torch.bincount(experts.flatten(), minlength=self.count).tolist()
+        before, counts = sum(counts[: self.own.start]), counts[self.own.start : self.own.stop]
+        order = order[before : before + sum(counts)]
         parts = rows[order // experts.shape[1]].split(counts)
-        computed = torch.cat([expert(part) for expert, part in zip(self, parts, strict=True) if len(part)])
-        outputs = torch.empty_like(computed).index_copy_(0, order, computed).view(*experts.shape, -1)
+        computed = torch.cat(
+            [rows[:0], *(expert(part) for expert, part in zip(self.values(), parts, strict=True) if len(part))]
+        )
+        outputs = computed.new_zeros(experts.numel(), rows.shape[1]).index_copy_(0, order, computed)
+        outputs = outputs.view(*experts.shape, -1)
         return (outputs * weights[..., None]).sum(1).to(rows.dtype)
 
 

@@ -40,7 +40,7 @@ _EXPERT_COLUMNS = 8
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of one weight. shape: of the whole weight. cut: what `of` does with one of this shape."""
+    """A rank's part of one weight. shape: of the whole weight, or its first axes. cut: what `of` does with it."""
 
     shape: tuple[int, ...]
     cut: Callable[[Any], Tensor]
@@ -53,7 +53,7 @@ class Shard:
         shape = tuple(whole.shape if isinstance(whole, Tensor) else whole.get_shape())
         if len(shape) == 3 and shape != self.shape == (shape[0], shape[2], shape[1]):
             whole, shape = _Transposed(whole), self.shape
-        if shape != self.shape:
+        if shape[: len(self.shape)] != self.shape:
             raise ValueError(f"{list(self.shape)}, got {list(shape)}")
         return self.cut(whole).contiguous()
 
@@ -119,7 +119,8 @@ def shard(module: nn.Module, plan: Mapping[str, str], group: Group, kv_heads: in
             shape, cut = tuple(parameter.to_local().shape), DtensorShardOperation(parameter).shard_tensor
         elif owner in of_heads:
             rows = len(parameter) // kv_heads
-            shape, cut = (rows, *parameter.shape[1:]), partial(_rows, group.rank // alike * rows, rows)
+            first = group.rank // alike * rows
+            shape, cut = (rows, *parameter.shape[1:]), partial(rows_of, range(first, first + rows))
         else:
             continue
         shards[name] = Shard(tuple(parameter.shape), cut)
@@ -129,8 +130,9 @@ def shard(module: nn.Module, plan: Mapping[str, str], group: Group, kv_heads: in
     return shards
 
 
-def _rows(first: int, count: int, whole: Any) -> Tensor:
-    part: Tensor = whole[first : first + count]
+def rows_of(own: range, whole: Any) -> Tensor:
+    """Those numbers of the first axis of a tensor or a slice of safetensors: a `Shard.cut`."""
+    part: Tensor = whole[own.start : own.stop]
     return part
 
 
