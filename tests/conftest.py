@@ -43,7 +43,7 @@ structlog.configure(
 # stack, but for these.
 FLEET = ("event_loop", "killed", "signals")
 # In generation/ these share the processes of ranks.
-RANKS = ("int4", "quantised", "quantised_experts", "tensor_parallel")
+RANKS = ("fp8_products", "int4", "quantised", "quantised_experts", "tensor_parallel")
 # These have services of their own alone.
 OWN = (
     "affinity",

@@ -28,16 +28,19 @@ from gridsieve.services.generation.model.fp8_linear import (
     Fp8Linear,
     check_product,
     dequantised,
+    dequantising,
     find_product,
     product_by_formula,
     scaled_product,
 )
+from gridsieve.services.generation.parallel.group import WorkerRanks
 from gridsieve.services.generation.startup.adapters import load_adapters
 from tests.adapters import write_adapter
 from tests.families import FAMILIES
 from tests.generation.checkpoints import Twins, changed, fp8_config, fp8_twins, load
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text
+from tests.parallel_rank import assert_law_on_two_ranks
 from tests.tiny import TinyEngine, random_item
 
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
@@ -193,6 +196,20 @@ def test_the_law_holds_with_products_in_fp8_with_and_without_adapters(
         adapted={"lora": in_formula(adapted, stored.weights)},
     )
     assert_law(models, engine, questions[::2], asked[::2], BOUND, 2 * BOUND)
+
+
+def test_layers_of_two_ranks_stay_in_fp8_with_the_scales_of_their_blocks(
+    workers: WorkerRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On rank 0, with a dequantised product in the place of the card's. Rank 1 has none."""
+    monkeypatch.setattr(fp8, "find_product", lambda sizes, like: dequantising([BLOCK, BLOCK]))
+    shape = replace(SHAPE, hidden=512, heads=16, kv_heads=8, intermediate=512)
+    twins = fp8_twins("qwen2_5_vl", write_checkpoint(tmp_path / "written", shape, 1), tmp_path, BLOCK)
+    half = assert_law_on_two_ranks(twins.models, twins.quantised, workers, [Question((Text(tuple(range(20, 33))),), 6)])
+    kept = {name: each.weight.shape for name, each in half.text.named_modules() if isinstance(each, Fp8Linear)}
+    assert len(kept) == 7 * SHAPE.layers
+    assert kept["layers.1.self_attn.v_proj"] == (128, 512)
+    assert kept["layers.1.self_attn.o_proj"] == (512, 256)
 
 
 def test_unquantised_weights_have_the_dtype_of_the_settings(stored: Twins, with_kernel: None) -> None:

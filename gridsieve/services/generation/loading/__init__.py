@@ -27,7 +27,7 @@ from gridsieve.services.generation.loading.text_model import in_float32, make_te
 from gridsieve.services.generation.loading.weights import fill, has_weights, read_weights, stored_weights
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.parallel.group import Group
-from gridsieve.services.generation.parallel.sharding import WHOLE_OUTPUT, check_sizes
+from gridsieve.services.generation.parallel.sharding import WHOLE_OUTPUT, check_sizes, layers_plan
 
 
 def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
@@ -84,9 +84,10 @@ def _load(
     prefix = next((each for each in family.prefixes if has_weights(checkpoint, each)), family.prefixes[-1])
     named, how = family.named(config), int4_format(checkpoint, in_int4)
     in_fp8: dict[str, torch.dtype] = {}
-    blocks = fp8_blocks(checkpoint)
+    blocks, plan = fp8_blocks(checkpoint), text.config.base_model_tp_plan or family.plan
     if is_quantised(checkpoint) and how is None:
-        in_fp8 = keep_fp8(checkpoint, text, prefix, dtype, device, group)
+        expanded = layers_plan(text, plan, group.ranks) if group else {}
+        in_fp8 = keep_fp8(checkpoint, text, prefix, dtype, device, group, expanded)
         named = without_others(text, named)
         if not blocks.scales:
             if group is not None:
@@ -101,7 +102,7 @@ def _load(
                 )
             return load_quantised(checkpoint, config, classes.whole, classes.text, embed_levels, dtype, device)
     layers = None if how is None else Int4Layers(checkpoint, text, prefix, how, named, group)
-    shards = shard_text(text, text.config.base_model_tp_plan or family.plan, group) | stacked_shards(text, in_fp8)
+    shards = shard_text(text, plan, group) | stacked_shards(text, in_fp8)
     if layers is not None:
         layers.pack(dtype, device, shards)
         named = layers.others

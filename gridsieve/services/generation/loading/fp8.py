@@ -7,7 +7,8 @@ products in fp8; elsewhere, and with other blocks, experts alone. The others are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,29 +27,38 @@ from gridsieve.services.generation.model.fp8_linear import (
     Product,
     dequantising,
     find_product,
-    fits,
 )
 from gridsieve.services.generation.parallel.group import Group
+from gridsieve.services.generation.parallel.sharding import parts_of
 
 
 def keep_fp8(
-    checkpoint: Checkpoint, text: Any, prefix: str, dtype: torch.dtype, device: torch.device, group: Group | None
+    checkpoint: Checkpoint,
+    text: Any,
+    prefix: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group | None = None,
+    plan: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, torch.dtype]:
     """Replaces the linear layers of `text` that stay in fp8, and experts that the checkpoint stores in fp8.
 
-    text: on the meta device. prefix: of its weights. dtype, device: in and on which it will run. Returns the dtypes of
-    the stored weights and scales of these layers by name, for `read_weights`. Raises StartupError as `fp8_blocks`.
+    text: on the meta device. prefix: of its weights. dtype, device: in and on which it will run. plan: by which the
+    ranks of the group will divide it, see `shard`. Returns the dtypes of the stored weights and scales of these layers
+    by name, for `read_weights`. Raises StartupError as `fp8_blocks`.
     """
     blocks = fp8_blocks(checkpoint)
     names = {name.removeprefix(prefix) for name in blocks.scales if name.startswith((prefix, *LM_HEAD_PREFIXES))}
     stacked = separate_experts(text, names, group)
-    of_rank = without_others(text, as_stored)
-    names = {name for name in names if of_rank(name) and (group is None or ".experts." in name)}
+    names = set(filter(without_others(text, as_stored), names))
     own = {name: stacked.get(name, [name.removesuffix(".weight")]) for name in names}
     linears = {name: each for name, each in text.named_modules() if type(each) is nn.Linear}
     kept = {name: layers for name, layers in own.items() if all(each in linears for each in layers)}
-    layers = {each: linears[each] for names in kept.values() for each in names}
-    product = _product(checkpoint, list(layers.values()), dtype, device) if names and len(kept) == len(names) else None
+    sizes = set()
+    for name in (each for layers in kept.values() for each in layers):
+        rows, columns = parts_of(text, name, plan, group)
+        sizes.add((linears[name].out_features / rows, linears[name].in_features / columns))
+    product = _product(checkpoint, sizes, dtype, device) if names and len(kept) == len(names) else None
     if product is None:
         kept = {name: layers for name, layers in kept.items() if ".experts." in name}
         product = dequantising(blocks.sides)
@@ -58,17 +68,20 @@ def keep_fp8(
 
 
 def _product(
-    checkpoint: Checkpoint, layers: Sequence[nn.Linear], dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint, sizes: Collection[tuple[float, float]], dtype: torch.dtype, device: torch.device
 ) -> Product | None:
-    """The card's product, if it has one for the blocks and sizes of these layers."""
+    """The card's product, if it has one for the blocks and sizes of layers.
+
+    sizes: outputs and inputs of a rank's part of each, which are no whole numbers if they cannot be divided.
+    """
     settings = quantization_settings(checkpoint)
     if (
         settings.get("quant_method") != "fp8"
         or fp8_blocks(checkpoint).sides != [GROUP, GROUP]
         or settings.get("activation_scheme", "dynamic") != "dynamic"
         or settings.get("scale_fmt", "float") != "float"
-        or not all(map(fits, layers))
+        or any(side % GROUP for size in sizes for side in size)
     ):
         return None
-    sizes = sorted({(each.out_features, each.in_features) for each in layers})
-    return find_product(sizes, torch.zeros((), dtype=dtype, device=device))
+    whole = sorted((int(outputs), int(inputs)) for outputs, inputs in sizes)
+    return find_product(whole, torch.zeros((), dtype=dtype, device=device))

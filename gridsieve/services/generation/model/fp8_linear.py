@@ -47,8 +47,8 @@ class Product(Protocol):
         """
 
 
-class Fp8Linear(nn.Module):
-    """A linear layer stored in fp8: [.., in_features] to [.., out_features]."""
+class Fp8Linear(nn.Linear):
+    """A linear layer stored in fp8: [.., in_features] to [.., out_features]. What shards it stays around it."""
 
     def __init__(
         self, linear: nn.Linear, product: Product, sides: Sequence[int] = (GROUP, GROUP), scale: str = SCALE
@@ -57,8 +57,7 @@ class Fp8Linear(nn.Module):
 
         product: for scales of blocks of these `sides`, see `grid`. scale: what follows `weight` in their name.
         """
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight = nn.Parameter(torch.empty_like(linear.weight, dtype=FP8), requires_grad=False)
         scales = linear.weight.new_empty(grid(linear.weight.shape, sides), dtype=torch.float32)
         self._scales = f"weight{scale}"
@@ -68,7 +67,7 @@ class Fp8Linear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         product = self._product(rows.flatten(0, -2), self.weight, self.get_parameter(self._scales))
-        product = product.view(*rows.shape[:-1], self.out_features)
+        product = product.view(*rows.shape[:-1], len(self.weight))
         return product if self.bias is None else product + self.bias
 
 
@@ -108,11 +107,6 @@ def _dequantised_product(sides: Sequence[int], rows: Tensor, weight: Tensor, sca
     for own, own_scales, to in zip(*parts, strict=True):
         torch.mm(rows, dequantised(own, own_scales, sides).to(rows.dtype).t(), out=to)
     return product
-
-
-def fits(linear: nn.Linear) -> bool:
-    """Whether the layer's sizes are those that products in fp8 support."""
-    return linear.in_features % GROUP == 0 and linear.out_features % GROUP == 0
 
 
 def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -130,6 +130,18 @@ def shard(module: nn.Module, plan: Mapping[str, str], group: Group, kv_heads: in
     return shards
 
 
+def parts_of(text: Any, name: str, plan: Mapping[str, str], group: Group | None) -> tuple[int, int]:
+    """Into how many equal parts the ranks divide a layer's rows, each half of a packed one's, and its columns."""
+    style = plan.get(name)
+    if group is None or style is None:
+        return 1, 1
+    if style == "rowwise":
+        return 1, group.ranks
+    if name.endswith(_OF_KV_HEADS):
+        return min(group.ranks, text.config.num_key_value_heads), 1
+    return group.ranks * (2 if style == PACKED else 1), 1
+
+
 def rows_of(own: range, whole: Any) -> Tensor:
     """Those numbers of the first axis of a tensor or a slice of safetensors: a `Shard.cut`."""
     part: Tensor = whole[own.start : own.stop]
