@@ -24,6 +24,7 @@ from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.process import ExitStatus
 from gridsieve.services.generation.loading import check_ranks, load_language_model
 from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.layers import attention_layers
 from gridsieve.services.generation.parallel.group import WorkerRanks
 from gridsieve.services.generation.parallel.sharding import check_sizes, shard
 from gridsieve.services.generation.startup.adapters import load_adapters
@@ -131,7 +132,7 @@ def test_a_rank_holds_half_of_every_layer_of_its_cache_and_of_its_adapters(share
         whole = stored + sum(written[each].numel() for each in names_in(written, prefix + name.replace(".layer.", ".")))
         assert each.numel() * (2 if sharded else 1) == whole, name
     assert len(half.lm_head.weight) == -(-len(written[FAMILIES[family].lm_head]) // 2)  # type: ignore[union-attr, arg-type]
-    attention: Any = half.text.layers[1].self_attn  # type: ignore[union-attr, index]
+    attention = attention_layers(half.text)[0]
     width = 2 * half.head_dim
     for layer, down, up in (
         (attention.k_proj, (3, half.hidden_size), (half.kv_heads * half.head_dim, 3)),

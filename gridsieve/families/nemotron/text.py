@@ -30,6 +30,7 @@ _PLAN = {
     "layers.*.mixer.v_proj": "colwise",
     "layers.*.mixer.o_proj": "rowwise",
     "layers.*.mixer.in_proj": WHOLE_OUTPUT,
+    "layers.*.mixer.out_proj": WHOLE_OUTPUT,
     "layers.*.mixer.up_proj": "colwise",
     "layers.*.mixer.down_proj": "rowwise",
     "layers.*.mixer.shared_experts.up_proj": "colwise",
