@@ -84,7 +84,7 @@ def _load(
     prefix = next((each for each in family.prefixes if has_weights(checkpoint, each)), family.prefixes[-1])
     named, how = family.named(config), int4_format(checkpoint, in_int4)
     in_fp8: dict[str, torch.dtype] = {}
-    blocks, plan = fp8_blocks(checkpoint), text.config.base_model_tp_plan or family.plan
+    blocks, plan = fp8_blocks(checkpoint), family.plan or text.config.base_model_tp_plan
     if is_quantised(checkpoint) and how is None:
         expanded = layers_plan(text, plan, group.ranks) if group else {}
         in_fp8 = keep_fp8(checkpoint, text, prefix, dtype, device, group, expanded)
