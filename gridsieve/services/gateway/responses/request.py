@@ -22,7 +22,7 @@ from gridsieve.services.gateway.chat.request import (
     ObjectFormat,
     TextFormat,
 )
-from gridsieve.services.gateway.http.fields import Strict, parsed, short
+from gridsieve.services.gateway.http.fields import Strict, Whole, parsed, short
 
 _STATEFUL = {
     "conversation": "conversations are not kept, send previous_response_id, or their items in input",
@@ -184,11 +184,11 @@ class ResponsesRequest(MediaOptions):
     user: str | None = None
     metadata: dict[str, str] | None = None
 
-    max_output_tokens: int | None = None
+    max_output_tokens: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     text: TextOptions | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
