@@ -164,6 +164,7 @@ def _delta(delta: generation_pb2.Delta) -> Delta:
         dict(delta.token_texts),
         dict(delta.token_bytes),
         tuple(ToolCallDelta(**_fields(each)) for each in delta.tool_calls),
+        delta.thought,
     )
 
 

@@ -201,6 +201,7 @@ def add_messages(prompt: prompt_pb2.Prompt, messages: Sequence[Message]) -> None
             ],
             tool_call_id=message.tool_call_id,
             tool_name=message.tool_name,
+            thought=message.thought,
         )
         for place, part in enumerate(message.parts):
             _set_part(added.parts.add(), part, budget, f"{name}.parts[{place}]")

@@ -235,6 +235,7 @@ class Message:
 
     tool_calls: what the model called in a turn of "assistant". tool_call_id: the call whose result a turn of "tool" is.
     tool_name: the tool of this call, for templates that show it; "": the name in the call of this id.
+    thought: what the model thought before a turn of "assistant"; the chat template decides whether it sees it again.
     """
 
     role: Role
@@ -242,6 +243,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     tool_name: str = ""
+    thought: str = ""
 
 
 class Sampling(TypedDict, total=False):
@@ -254,6 +256,7 @@ class Sampling(TypedDict, total=False):
     min_new_tokens: a completion does not end by itself before it has so many tokens.
     logit_bias: added to the logits of these token ids, -100 to 100.
     bad_words: texts that a completion does not contain.
+    max_thinking_tokens: the most tokens of a completion's thought; None: no limit. Not in live sessions.
     logprobs: return each token's log-probability. top_logprobs: also return this many of the most likely tokens at each
         position; needs logprobs.
     json_object: whether a completion is a JSON object. json_schema: a JSON schema that it satisfies.
@@ -274,6 +277,7 @@ class Sampling(TypedDict, total=False):
     min_new_tokens: int | None
     logit_bias: Mapping[int, float] | None
     bad_words: Sequence[str] | None
+    max_thinking_tokens: int | None
     logprobs: bool | None
     top_logprobs: int | None
     json_object: bool | None

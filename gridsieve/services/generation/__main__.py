@@ -39,6 +39,7 @@ from gridsieve.services.generation.model.states import RESERVED
 from gridsieve.services.generation.parallel.group import WorkerRanks
 from gridsieve.services.generation.rpc.metrics import count_step, watch
 from gridsieve.services.generation.rpc.servicer import SERVICE, GenerationServicer
+from gridsieve.services.generation.sampling.answer_reader import MARKS
 from gridsieve.services.generation.sampling.defaults import sampling_defaults
 from gridsieve.services.generation.sampling.detokenizer import load_tokenizer
 from gridsieve.services.generation.served_model import LiveModel, ServedModel
@@ -64,7 +65,7 @@ async def main() -> ExitStatus:
     check_pruning(family, pruning)
     said = {"rate": pruning.rate, "method": pruning.method, "threshold": pruning.threshold}
     log.info("pruning where a request names none", **said)
-    defaults, tokenizer = sampling_defaults(checkpoint), load_tokenizer(checkpoint.folder)
+    defaults, tokenizer = sampling_defaults(checkpoint), load_tokenizer(checkpoint.folder, MARKS)
     broken = asyncio.Event()
     break_off = partial(asyncio.get_running_loop().call_soon_threadsafe, broken.set)
     with ExitStack() as ends:

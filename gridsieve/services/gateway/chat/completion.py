@@ -56,9 +56,11 @@ class CompletionWriter:
             yield self._chunk(index, {"role": "assistant", "content": ""})
         if isinstance(event, Finished):
             yield self._chunk(index, {}, reason=event.reason.value)
-        elif event.text or event.logprobs or event.tool_calls:
+        elif event.text or event.logprobs or event.tool_calls or event.thought:
             told: dict[str, Any] = {}
-            if event.text or not event.tool_calls:
+            if event.thought:
+                told["reasoning_content"] = event.thought
+            if event.text or (not told and not event.tool_calls):
                 told["content"] = event.text
             if event.tool_calls:
                 told["tool_calls"] = [_call_delta(part) for part in event.tool_calls]
@@ -106,6 +108,8 @@ def _message(choice: Choice) -> dict[str, Any]:
     """content: None where there are only tool calls."""
     content = choice.text if choice.text or not choice.tool_calls else None
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if choice.thought:
+        message["reasoning_content"] = choice.thought
     if choice.tool_calls:
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -206,21 +206,22 @@ class AssistantCall(Strict):
 
 
 class ChatMessage(Strict):
-    """A turn. content: unset where the model only called tools. The last fields are those that clients echo of an
-    answer, all empty here; `name` is used for tools alone."""
+    """A turn. content: unset where the model only called tools. reasoning_content, reasoning: two names of an answer's
+    thought. The last fields are those that clients echo of an answer, all empty here; `name` is used for tools alone.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[AnyPart] | None = None
     tool_calls: list[AssistantCall] | None = None
     tool_call_id: str | None = None
     name: Unused = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     refusal: Nothing = None
     audio: Nothing = None
     function_call: Nothing = None
     annotations: EmptyList | None = None
-    reasoning_content: Nothing = None
-    reasoning: Nothing = None
 
 
 class StreamOptions(Strict):
@@ -326,6 +327,8 @@ class ChatRequest(MediaOptions):
     min_tokens: Whole | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
+    max_thinking_tokens: Whole | None = None
+    thinking_token_budget: Whole | None = None
     cache_salt: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -113,11 +113,18 @@ class OutputItem(Strict):
 
 
 class ReasoningItem(Strict):
-    """Ignored: no answer here has one, and another model's is of no use."""
+    """What the model thought, as an answer had it; that of another model has no content, and is ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     type: Literal["reasoning"]
+    content: Ignored = None
+
+    @property
+    def text(self) -> str:
+        parts = self.content if isinstance(self.content, list) else []
+        said = (part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "reasoning_text")
+        return "".join(text for text in said if isinstance(text, str))
 
 
 class ItemReference(Strict):
@@ -185,6 +192,7 @@ class ResponsesRequest(MediaOptions):
     metadata: dict[str, str] | None = None
 
     max_output_tokens: Whole | None = None
+    max_thinking_tokens: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None

@@ -101,6 +101,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             plan, prunings, num_kept = session.plan, session.prunings, session.num_kept
             answer_tokens = model.limit.answer_tokens(plan, prunings, num_kept, wanted.max_new_tokens)
             usage = usage_message(plan, prunings, num_kept)
+            if thought := model.thought_after(plan):
+                grammar = await model.grammar_after(thought, wanted)
             first, *others = wanted.resolve(model.defaults, answer_tokens, grammar, bad_words)
             events = Events(self._inbox, 1 + len(others))
             prompt = PrunedPrompt(plan, num_kept, model.defaults.vocab_size, bounded=session.bounded)
@@ -121,7 +123,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             try:
                 accepted = generation_pb2.Accepted(request_id=request_id, usage=usage)
                 yield GenerateResponse(accepted=accepted)
-                told = Answers(question, len(answers), clock, model.tokenizer, wanted.tool_use)
+                readers = model.readers(len(answers), wanted.tool_use, thought)
+                told = Answers(question, len(answers), clock, model.tokenizer, readers)
                 while not told.complete:
                     for part in told.of(await events.next()):
                         yield response_of(part, usage, clock, model.tokenizer)
@@ -159,8 +162,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Leaves out tools that must not be called. Raises InvalidRequest for those whose calls cannot be read."""
         if use is None:
             prompt.ClearField("tools")
-        elif not self._model.reads_calls:
-            why = "the checkpoint's chat template teaches no form of tool calls that is read here (Hermes)"
+        elif not self._model.call_form:
+            why = "the checkpoint's chat template teaches no form of tool calls that is read here"
             raise InvalidRequest(field="prompt.tools", limit=f"empty: {why}")
 
     async def _receive_media(

@@ -1,0 +1,190 @@
+"""Splits the text of one answer, as it arrives, into its thought, its text and its tool calls.
+
+    <think>\\nKyoto?\\n</think>\\n\\nLet me look.\\n<tool_call>…</tool_call>
+             thought             text             a call
+
+A call may stand in the thought, which models forget to close. This module knows neither requests nor tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from gridsieve.services.generation.sampling.call_forms import FORMS, CallForm, NoCall
+from gridsieve.services.generation.sampling.thoughts import CLOSE, OPEN, Thought
+from gridsieve.services.generation.sampling.tool_calls import CallDelta, ToolUse
+from gridsieve.services.generation.sampling.unread_text import CutOff, Steps, UnreadText
+
+MARKS = frozenset({OPEN, CLOSE}).union(*(form.marks for _, form in FORMS))
+"""All that is looked for in the text of answers."""
+_ID_CHARACTERS = 24
+_PIECE_CHARACTERS = 512
+_AFTER_THOUGHT = " \r\n\t\ufffd"
+"""Blanks, and the part of a character that a budget cut off."""
+_LETTERS = string.ascii_letters + string.digits
+
+
+class Part(NamedTuple):
+    """What is certain of an answer since the last part."""
+
+    thought: str
+    text: str
+    calls: list[CallDelta]
+
+
+class AnswerReader:
+    """Blanks around the thought, before a call, between calls and after the last belong to nothing. What begins as a
+    call and is none stays text.
+
+    use: the tools that the answer may call, in `form`; None: none. thought: None: it has none.
+    """
+
+    def __init__(self, form: CallForm | None, use: ToolUse | None, thought: Thought | None) -> None:
+        self._form = form if use else None
+        self._unread = UnreadText()
+        self._thought, self._text = _Said(_AFTER_THOUGHT), _Said()
+        self._thought.drop_blanks()
+        self._calls = _Calls(form, use, self._unread, self._text) if form and use else None
+        self._steps = self._read(thought)
+        next(self._steps)
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """Whether it calls tools, and none of the calls was cut off."""
+        return self._calls is not None and self._calls.begun > 0 and not self._calls.is_cut_off
+
+    def read(self, text: str) -> Part:
+        # In pieces, because what follows a mark is copied.
+        for begin in range(0, len(text), _PIECE_CHARACTERS):
+            self._unread.text += text[begin : begin + _PIECE_CHARACTERS]
+            next(self._steps)
+        return self._part()
+
+    def end(self, *, stopped: bool) -> Part:
+        """What is left where the answer ends. stopped: by itself, so that a call which that cuts off is text, too."""
+        self._unread.ended = True
+        next(self._steps, None)
+        if stopped and self._calls and self._calls.is_cut_off:
+            self._text.add("".join(self._unread.taken))
+        self._text.end()
+        return self._part()
+
+    def _part(self) -> Part:
+        return Part(self._thought.take(), self._text.take(), self._calls.take() if self._calls else [])
+
+    def _read(self, thought: Thought | None) -> Steps[None]:
+        begins = [self._form.begin] if self._form else []
+        said = self._text
+        if thought and (thought.is_open or (yield from self._unread.starts([OPEN]))):
+            said = self._thought
+        try:
+            while True:
+                marks = [*begins, CLOSE] if said is self._thought else begins
+                if (yield from self._unread.to(marks, said.add)) == CLOSE:
+                    said = self._text
+                    said.drop_blanks()
+                else:
+                    yield from self._read_call(said)
+        except CutOff:
+            return
+
+    def _read_call(self, said: _Said) -> Steps[None]:
+        """Reads what follows the mark of a call. said: where it belongs if it is none."""
+        assert self._form
+        assert self._calls
+        self._unread.taken = [self._form.begin]
+        self._calls.said = said
+        before = self._calls.finished
+        try:
+            yield from self._form.read(self._unread, self._calls)
+        except NoCall:
+            said.add("".join(self._unread.taken))
+        except CutOff:
+            if self._calls.begun == before:
+                said.add("".join(self._unread.taken))
+
+
+class _Said:
+    """Text that is told once it is certain that it does not end with blanks. blanks: the characters that are such."""
+
+    def __init__(self, blanks: str | None = None) -> None:
+        self._blanks = blanks
+        self._pending: list[str] = []  # blanks after the text that was told; not text if a call follows
+        self._told: list[str] = []
+        self._drops_first = self._after_call = False
+
+    def drop_blanks(self) -> None:
+        """Leaves out the blanks that it begins with."""
+        self._drops_first = True
+
+    def add(self, text: str) -> None:
+        if self._drops_first:
+            text = text.lstrip()
+            self._drops_first = not text
+        if said := text.rstrip(self._blanks):
+            self._told += (*self._pending, said)
+            self._pending, self._after_call = [], False
+        self._pending.append(text[len(said) :])
+
+    def call(self) -> None:
+        """A call follows."""
+        self._pending, self._after_call = [], True
+
+    def end(self) -> None:
+        if not self._after_call:
+            self._told += self._pending
+
+    def take(self) -> str:
+        told, self._told = "".join(self._told), []
+        return told
+
+
+class _Calls:
+    """The calls of an answer, as `Calls`. said: the text before them. Those after a single one are left out."""
+
+    def __init__(self, form: CallForm, use: ToolUse, unread: UnreadText, said: _Said) -> None:
+        self.begun = self.finished = 0
+        self.said = said
+        self._unread = unread
+        self._form, self._use = form, use
+        self._deltas: list[CallDelta] = []
+
+    @property
+    def is_cut_off(self) -> bool:
+        return self.begun > self.finished and not (self._use.single and self.finished)
+
+    def begin(self, name: str) -> None:
+        self.said.call()
+        self.begun += 1
+        size = self._form.id_characters
+        made = "".join(secrets.choice(_LETTERS) for _ in range(size or _ID_CHARACTERS))
+        self._deltas.append(CallDelta(self.begun - 1, made if size else f"call_{made}", name))
+
+    def add(self, arguments: str) -> None:
+        self._deltas.append(CallDelta(self.begun - 1, arguments=arguments))
+
+    def finish(self) -> None:
+        self.finished += 1
+        self._unread.taken.clear()
+
+    def schema(self, name: str) -> Mapping[str, Any]:
+        parameters = next((tool.parameters for tool in self._use.tools if tool.name == name), "")
+        read = json.loads(parameters or "{}")
+        return read if isinstance(read, dict) else {}
+
+    def take(self) -> list[CallDelta]:
+        # Clients read one part of a call at a time.
+        joined = [_joined(list(parts)) for _, parts in groupby(self._deltas, lambda delta: delta.index)]
+        self._deltas = []
+        return [delta for delta in joined if not (self._use.single and delta.index)]
+
+
+def _joined(parts: Sequence[CallDelta]) -> CallDelta:
+    """Parts of one call that follow each other, as one."""
+    first = parts[0]
+    return CallDelta(first.index, first.id, first.name, "".join(part.arguments for part in parts))

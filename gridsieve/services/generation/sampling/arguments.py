@@ -1,0 +1,97 @@
+"""The arguments of a call that is written in tags: JSON of raw text, by the schemas of the parameters.
+
+<parameter=city>Kyoto       {"city": "Kyoto", …        a string is raw, whatever it looks like
+<parameter=days>3           … "days": 3, …             anything else is JSON, or a word of Python
+<parameter=metric>True      … "metric": true}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+Schema: TypeAlias = Mapping[str, Any]
+
+_ANY = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_NESTED = 16
+"""Of references and alternatives within one another, how many are followed."""
+
+
+def resolved(schema: Any, root: Schema) -> Schema:
+    """A schema, or the one that it refers to by name. root: whose definitions are meant."""
+    for _ in range(_NESTED):
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        if not isinstance(reference, str):
+            break
+        _, _, path = reference.partition("#/")
+        schema = root
+        for step in path.split("/"):
+            schema = schema.get(step) if isinstance(schema, Mapping) else None
+    return schema if isinstance(schema, Mapping) else {}
+
+
+def alternatives(schema: Schema) -> list[Any]:
+    """The schemas of which a value satisfies one; [] if the schema does not say such."""
+    for name in ("anyOf", "oneOf"):
+        if isinstance(several := schema.get(name), list):
+            return several
+    kinds = schema.get("type")
+    return [{**schema, "type": each} for each in kinds] if isinstance(kinds, list) else []
+
+
+def literals(schema: Schema) -> list[Any] | None:
+    """The values that a schema lists; None if it lists none."""
+    if "const" in schema:
+        return [schema["const"]]
+    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def types_of(schema: Any, root: Schema, depth: int = 0) -> frozenset[str]:
+    """JSON Schema's names of the types that a value may have."""
+    schema = resolved(schema, root)
+    if (listed := literals(schema)) is not None:
+        return frozenset(_type_of(each) for each in listed)
+    if (several := alternatives(schema)) and depth < _NESTED:
+        return frozenset().union(*(types_of(each, root, depth + 1) for each in several))
+    if isinstance(kind := schema.get("type"), str):
+        return frozenset({kind, "integer"}) if kind == "number" else frozenset({kind})
+    for part, kind in (("properties", "object"), ("items", "array"), ("pattern", "string")):
+        if part in schema:
+            return frozenset({kind})
+    return _ANY
+
+
+def json_of(text: str, types: frozenset[str]) -> str:
+    """A value as JSON text: JSON of one of its types, or a word of Python for it; else a string."""
+    written = text.strip()
+    written = _WORDS.get(written, written)
+    try:
+        value: Any = json.loads(written, parse_constant=_refused)
+    except (ValueError, RecursionError):
+        value = text
+    if isinstance(value, float) and value.is_integer() and "number" not in types and "integer" in types:
+        return str(int(value))
+    return json.dumps(text, ensure_ascii=False) if isinstance(value, str) or _type_of(value) not in types else written
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(constant)
+
+
+def _type_of(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case dict():
+            return "object"
+    return "array"
