@@ -12,10 +12,11 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from gridsieve.common.chat_templates import TemplateSource
 from gridsieve.common.contract.errors import InvalidRequest
@@ -205,6 +206,101 @@ def test_each_form_of_calls_is_read(form: CallForm, answer: str, text: str, call
     assert read([*answer], form=form, called=[CITY]) == (text, expected, "")
 
 
+# How published templates write calls: those of Qwen3-VL, Qwen3.5, GLM-4.5V, Mistral Small 3.2 and 3.1, and Nemotron v2.
+WRITTEN = {
+    HERMES: """\
+{%- for call in messages[0].tool_calls %}
+{%- if not loop.first %}{{- '\\n' }}{%- endif %}
+{{- '<tool_call>\\n{"name": "' }}{{- call.function.name }}{{- '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
+{%- endfor %}""",
+    TAGS: """\
+{%- for call in messages[0].tool_calls %}
+{%- if not loop.first %}{{- '\\n' }}{%- endif %}
+{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for name, value in call.function.arguments | items %}
+{{- '<parameter=' + name + '>\\n' }}
+{%- if value is mapping or (value is sequence and value is not string) %}{{- value | tojson | safe }}
+{%- else %}{{- value | string }}{%- endif %}
+{{- '\\n</parameter>\\n' }}
+{%- endfor %}
+{{- '</function>\\n</tool_call>' }}
+{%- endfor %}""",
+    PAIRS: """\
+{%- for call in messages[0].tool_calls %}
+{{- '\\n<tool_call>' + call.function.name }}
+{%- for name, value in call.function.arguments.items() %}
+{{- '\\n<arg_key>' + name + '</arg_key>\\n<arg_value>' }}
+{{- value | tojson(ensure_ascii=False) if value is not string else value }}{{- '</arg_value>' }}
+{%- endfor %}
+{{- '\\n</tool_call>' }}
+{%- endfor %}""",
+    NAMES: """\
+{%- for call in messages[0].tool_calls %}
+{{- '[TOOL_CALLS]' + call.function.name + '[CALL_ID]123456789[ARGS]' + call.function.arguments | tojson }}
+{%- endfor %}""",
+    LIST: """\
+{{- '[TOOL_CALLS][' }}
+{%- for call in messages[0].tool_calls %}
+{{- call.function | tojson }}
+{%- if not loop.last %}{{- ', ' }}{%- endif %}
+{%- endfor %}
+{{- ']' }}""",
+    TOOLCALL: """\
+{{- '<TOOLCALL>[' }}
+{%- for call in messages[0].tool_calls %}
+{{- '{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson + '}' }}
+{%- if not loop.last %}{{- ', ' }}{%- endif %}
+{%- endfor %}
+{{- ']</TOOLCALL>' }}""",
+}
+WORD = st.text(st.characters(exclude_categories=["Cs"]), max_size=9)
+# Arguments by the schema of MANY, whose strings may look like anything else.
+ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "city": WORD | st.sampled_from(["1", "true", "null", "{}", "<b>", "\n\n", '"', "\\"]),
+        "days": st.integers(-(2**40), 2**40),
+        "rate": st.floats(allow_nan=False, allow_infinity=False),
+        "metric": st.booleans(),
+        "none": st.none(),
+        "at": st.recursive(st.none() | st.booleans() | st.integers() | WORD, st.lists).filter(
+            lambda value: isinstance(value, list)
+        ),
+        "of": st.dictionaries(WORD, WORD | st.integers()),
+    },
+)
+KINDS = {
+    "city": "string",
+    "days": "integer",
+    "rate": "number",
+    "metric": "boolean",
+    "none": "null",
+    "at": "array",
+    "of": "object",
+}
+MANY = Tool("weather", json.dumps({"properties": {name: {"type": kind} for name, kind in KINDS.items()}}), False, 0)
+
+
+def written(form: CallForm, calls: Sequence[dict[str, Any]]) -> str:
+    """The turn in which transformers writes these calls of the tool MANY."""
+    functions = [{"function": {"name": "weather", "arguments": each}} for each in calls]
+    turn = {"role": "assistant", "content": "", "tool_calls": functions}
+    return str(render_jinja_template([[turn]], chat_template=WRITTEN[form])[0][0])
+
+
+@pytest.mark.parametrize("form", WRITTEN, ids=str)
+@settings(max_examples=20)
+@given(calls=st.lists(ARGUMENTS, min_size=1, max_size=3), data=st.data())
+def test_what_a_template_writes_of_calls_is_read_as_these_calls(
+    form: CallForm, calls: list[dict[str, Any]], data: st.DataObject
+) -> None:
+    answer = written(form, calls)
+    place = data.draw(st.integers(0, len(answer)))
+    text, found, _ = read([answer[:place], answer[place:]], form=form, called=[MANY], stopped=True)
+    assert (text, [json.loads(arguments) for _, arguments in found]) == ("", calls)
+
+
 def test_ids_are_such_as_the_template_takes() -> None:
     reader = AnswerReader(LIST, ToolUse(()), None)
     (call,) = reader.read('[TOOL_CALLS][{"name": "a", "arguments": {}}]').calls
@@ -365,6 +461,19 @@ def test_any_answer_that_a_grammar_allows_calls_tools_as_their_schemas_say(
     for called, arguments in calls:
         assert called in {tool.name for tool in use.tools}
         jsonschema.validate(json.loads(arguments), SCHEMAS[called])
+
+
+@pytest.mark.parametrize("form", WRITTEN, ids=str)
+def test_a_grammar_allows_what_the_template_writes(folders: dict[bool, Path], eos_id: int, form: CallForm) -> None:
+    answer = written(form, [{"city": "Kyoto", "days": 3, "of": {"a": [None]}}, {}])
+    answer = answer.lstrip().replace("[CALL_ID]123456789", "")
+    tokenizer: Any = load_tokenizer(folders[True], MARKS)
+    grammars = Grammars(folders[True], tokenizer.get_vocab_size(), [eos_id], form)
+    state = DocumentState(grammars.compile(None, ToolUse((MANY,), required=True)))
+    for each in tokenizer.encode(answer, add_special_tokens=False).ids:
+        assert allowed(state)[each]
+        state.accept_token(each)
+    assert allowed(state)[eos_id]
 
 
 @pytest.mark.parametrize("is_open", [False, True])

@@ -131,7 +131,7 @@ def test_responses_have_a_reasoning_item_that_goes_on_with_the_conversation(clie
     assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
     told = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
     assert "".join(told) == "Rain or sun?"
-    thought, message, call = (item.model_dump() for item in first.output)
+    thought, message, call = (item.model_dump(exclude_none=True) for item in first.output)
     assert thought["content"] == [{"type": "reasoning_text", "text": "Rain or sun?"}]
     assert message["content"][0]["text"] == LOOK
     assert json.loads(call["arguments"]) == {"city": "Kyoto"}

@@ -56,11 +56,12 @@ class CompletionWriter:
             yield self._chunk(index, {"role": "assistant", "content": ""})
         if isinstance(event, Finished):
             yield self._chunk(index, {}, reason=event.reason.value)
-        elif event.text or event.logprobs or event.tool_calls or event.thought:
+            return
+        if event.thought:
+            yield self._chunk(index, {"reasoning_content": event.thought})
+        if event.text or event.tool_calls or event.logprobs:
             told: dict[str, Any] = {}
-            if event.thought:
-                told["reasoning_content"] = event.thought
-            if event.text or (not told and not event.tool_calls):
+            if event.text or not event.tool_calls:
                 told["content"] = event.text
             if event.tool_calls:
                 told["tool_calls"] = [_call_delta(part) for part in event.tool_calls]
