@@ -146,17 +146,11 @@ def test_a_single_call_is_the_first() -> None:
     assert read([*f"So {KYOTO}\n{KYOTO}"], single=True) == ("So", [READ_KYOTO], "")
 
 
-CITY = Tool(
-    "weather",
-    json.dumps(
-        {
-            "properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/d"}, "at": {}},
-            "$defs": {"d": {"type": "integer"}},
-        }
-    ),
-    False,
-    0,
-)
+OF_CITY = {
+    "properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/d"}, "at": {}, "deep": {"$ref": "#/$defs/e"}},
+    "$defs": {"d": {"type": "integer"}, "e": {"anyOf": [*[{"$ref": "#/$defs/e"}] * 50, {"type": ["null", "integer"]}]}},
+}
+CITY = Tool("weather", json.dumps(OF_CITY), False, 0)
 TAGGED = "<tool_call>\n<function=weather>\n<parameter={}>\n{}\n</parameter>\n</function>\n</tool_call>"
 PAIRED = "<tool_call>weather\n<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
 
@@ -173,6 +167,7 @@ PAIRED = "<tool_call>weather\n<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n
         ),
         (TAGS, TAGGED.format("city", '\n<a href="x">\n'), "", ['{"city": "\\n<a href=\\"x\\">\\n"}']),
         (TAGS, TAGGED.format("days", "1.0"), "", ['{"days": 1}']),
+        (TAGS, TAGGED.format("deep", "2"), "", ['{"deep": 2}']),
         (TAGS, TAGGED.format("days", "many"), "", ['{"days": "many"}']),
         (TAGS, TAGGED.format("at", '[true, {"a": null}]'), "", ['{"at": [true, {"a": null}]}']),
         (TAGS, TAGGED.format("at", "True"), "", ['{"at": true}']),
@@ -607,6 +602,7 @@ def test_a_schema_that_puts_an_object_together_from_several_allows_all_their_pro
         ("[TOOL_CALLS]{{ name }}[CALL_ID]{{ id }}[ARGS]", NAMES),
         ('[TOOL_CALLS][{"name": ', LIST),
         ('<TOOLCALL>[{"name": ', TOOLCALL),
+        ("say <function=name>{…}</function>", None),
         ("say nothing", None),
     ],
 )

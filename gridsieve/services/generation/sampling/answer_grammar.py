@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gridsieve.common.contract.errors import InvalidRequest
@@ -21,49 +20,40 @@ from gridsieve.services.generation.sampling.tool_calls import ToolUse
 _FREE = "free"
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a grammar holds of an answer.
+def grammar_of(
+    answer: Mapping[str, Any] | None,
+    calls: tuple[CallForm, ToolUse, Sequence[Mapping[str, Any]]] | None,
+    thought: tuple[Thought, int | None] | None,
+    mark: Mark,
+) -> str:
+    """The grammar of one answer.
 
-    answer: the schema of a document, or of an answer that calls nothing; None: any text. use: the tools that it may
-    call, None: none. thought: None: it has none. budget: the most tokens of the thought.
+    answer: the schema of a document, or of an answer that calls nothing; None: any text. calls: their form, the tools,
+    and the schemas of the tools' arguments; None: it has none. thought: with the most tokens of it; None: it has none.
+    Raises InvalidRequest for a schema that the form cannot hold, and for a number that the tokenizer cannot.
     """
-
-    answer: Mapping[str, Any] | None = None
-    use: ToolUse | None = None
-    thought: Thought | None = None
-    budget: int | None = None
-
-
-def grammar_of(wanted: Wanted, form: CallForm | None, schemas: Sequence[Mapping[str, Any]], mark: Mark) -> str:
-    """schemas: of the arguments of each tool. Raises InvalidRequest for one that the form cannot hold, and for a budget
-    that the tokenizer cannot."""
-    rules: list[str] = []
-    if wanted.use and form:
-        start = _with_calls(wanted, wanted.use, form, schemas, mark, rules)
-    elif wanted.answer is not None:
-        start = "document"
-    else:
-        start = _FREE
-    if wanted.answer is not None:
-        rules.append(f"document: %json {json.dumps(wanted.answer)}")
-    if wanted.thought:
-        start = _after_thought(wanted.thought, wanted.budget, start, mark, rules)
+    start, rules = _FREE if answer is None else "document", list[str]()
+    if answer is not None:
+        rules.append(f"document: %json {json.dumps(answer)}")
+    if calls:
+        start = _with_calls(start, *calls, mark, rules)
+    if thought:
+        start = _after_thought(*thought, start, mark, rules)
     return "\n".join((f"start: {start}", *rules, ""))
 
 
 def _with_calls(
-    wanted: Wanted, use: ToolUse, form: CallForm, schemas: Sequence[Mapping[str, Any]], mark: Mark, rules: list[str]
+    other: str, form: CallForm, use: ToolUse, schemas: Sequence[Mapping[str, Any]], mark: Mark, rules: list[str]
 ) -> str:
+    """Calls, or, unless they are required, what `other` says."""
     for place, (tool, schema) in enumerate(zip(use.tools, schemas, strict=True)):
         rules += form.rules(place, tool, schema, mark)
     rules.append(f"body: {' | '.join(f'tool_{place}' for place in range(len(use.tools)))}")
     rest = form.rest(mark, single=use.single)
-    calls = f"{mark(form.begin)} {rest}"
     if use.required:
-        return calls
-    if wanted.answer is not None:
-        return f"document | {calls}"
+        return f"{mark(form.begin)} {rest}"
+    if other != _FREE:
+        return f"{other} | {mark(form.begin)} {rest}"
     rule, lead = ending("LEAD", "(?s:.*)", form.begin, mark)
     rules += [rule, f"TEXT: /(?s:.+)/ & ~/(?s:.*){escaped(form.begin)}(?s:.*)/"]
     return f"TEXT | {lead} {rest}"

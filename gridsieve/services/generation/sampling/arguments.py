@@ -15,13 +15,13 @@ Schema: TypeAlias = Mapping[str, Any]
 
 _ANY = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 _WORDS = {"True": "true", "False": "false", "None": "null"}
-_NESTED = 16
-"""Of references and alternatives within one another, how many are followed."""
+_REFERENCES = 16
+"""From one to the next, how many are followed."""
 
 
 def resolved(schema: Any, root: Schema) -> Schema:
     """A schema, or the one that it refers to by name. root: whose definitions are meant."""
-    for _ in range(_NESTED):
+    for _ in range(_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str):
             break
@@ -32,8 +32,24 @@ def resolved(schema: Any, root: Schema) -> Schema:
     return schema if isinstance(schema, Mapping) else {}
 
 
-def alternatives(schema: Schema) -> list[Any]:
-    """The schemas of which a value satisfies one; [] if the schema does not say such."""
+def leaves(schema: Any, root: Schema) -> list[Schema]:
+    """The schemas of which a value satisfies one, without references and alternatives; each once."""
+    found: list[Schema] = []
+    seen: set[int] = set()
+    waiting = [schema]
+    while waiting:
+        each = resolved(waiting.pop(), root)
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        several = _alternatives(each) if literals(each) is None else []
+        waiting += reversed(several)
+        if not several:
+            found.append(each)
+    return found
+
+
+def _alternatives(schema: Schema) -> list[Any]:
     for name in ("anyOf", "oneOf"):
         if isinstance(several := schema.get(name), list):
             return several
@@ -48,13 +64,14 @@ def literals(schema: Schema) -> list[Any] | None:
     return schema["enum"] if isinstance(schema.get("enum"), list) else None
 
 
-def types_of(schema: Any, root: Schema, depth: int = 0) -> frozenset[str]:
+def types_of(schema: Any, root: Schema) -> frozenset[str]:
     """JSON Schema's names of the types that a value may have."""
-    schema = resolved(schema, root)
+    return frozenset().union(*map(_types_of_leaf, leaves(schema, root))) or _ANY
+
+
+def _types_of_leaf(schema: Schema) -> frozenset[str]:
     if (listed := literals(schema)) is not None:
-        return frozenset(_type_of(each) for each in listed)
-    if (several := alternatives(schema)) and depth < _NESTED:
-        return frozenset().union(*(types_of(each, root, depth + 1) for each in several))
+        return frozenset(map(_type_of, listed))
     if isinstance(kind := schema.get("type"), str):
         return frozenset({kind, "integer"}) if kind == "number" else frozenset({kind})
     for part, kind in (("properties", "object"), ("items", "array"), ("pattern", "string")):

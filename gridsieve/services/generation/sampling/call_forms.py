@@ -28,12 +28,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 from gridsieve.common.chat_templates import TemplateSource
 from gridsieve.common.contract.errors import InvalidRequest
-from gridsieve.services.generation.sampling.arguments import alternatives, json_of, literals, resolved, types_of
+from gridsieve.services.generation.sampling.arguments import json_of, leaves, literals, resolved, types_of
 from gridsieve.services.generation.sampling.tool_calls import Tool
 from gridsieve.services.generation.sampling.unread_text import Nesting, Steps, UnreadText
 
@@ -42,8 +43,7 @@ _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:argument
 _NAME = re.compile(r"[^\s<>{}\[\]]+")
 _ANY_TEXT = "(?s:.*)"
 _ANY_KEY = r"/[^<>\n]+/"
-_NESTED = 16
-# Where a schema may have others by name.
+# Where a schema has others by name.
 _DEFINED = ("$defs", "definitions")
 
 Mark: TypeAlias = Callable[[str], str]
@@ -80,7 +80,8 @@ class CallForm:
 
     @property
     def marks(self) -> set[str]:
-        return {self.begin, self.end} - {""}
+        told = chain.from_iterable(each if isinstance(each, tuple) else (each,) for each in astuple(self))
+        return {each for each in told if isinstance(each, str) and each.startswith(("<", "["))}
 
     def read(self, unread: UnreadText, calls: Calls) -> Steps[None]:
         """Reads what follows `begin`, with the end mark. Raises NoCall, and CutOff."""
@@ -155,10 +156,6 @@ class NamedForm(CallForm):
     by_id: str = ""
     arguments: str = ""
 
-    @property
-    def marks(self) -> set[str]:
-        return {self.begin, self.by_id, self.arguments}
-
     def read(self, unread: UnreadText, calls: Calls) -> Steps[None]:
         said: list[str] = []
         mark = yield from unread.to([self.by_id, self.arguments], said.append)
@@ -189,10 +186,6 @@ class TaggedForm(CallForm):
     value: tuple[str, str] = ("", "")
     last: str = ""
     lines: bool = False
-
-    @property
-    def marks(self) -> set[str]:
-        return {self.begin, self.end, *self.name, *self.key, *self.value, self.last} - {"", ">"}
 
     def read(self, unread: UnreadText, calls: Calls) -> Steps[None]:
         if self.name[0] and not (yield from unread.starts([self.name[0]])):
@@ -262,30 +255,24 @@ class TaggedForm(CallForm):
         end = (break_, mark(self.value[0])) if self.value[0] else (break_,)
         return mark(self.key[0]), key, mark(self.key[1]), *end
 
-    def _value(
-        self, name: str, schema: Any, root: Mapping[str, Any], mark: Mark, rules: list[str], depth: int = 0
-    ) -> str:
+    def _value(self, name: str, schema: Any, root: Mapping[str, Any], mark: Mark, rules: list[str]) -> str:
         """What a value is written as, with the mark after it. rules: to which those that it needs are added."""
-        schema = resolved(schema, root)
         close = _joined(literal("\n" if self.lines else ""), mark(self.value[1]))
-        if (listed := literals(schema)) is not None:
-            written = [literal(each if isinstance(each, str) else json.dumps(each)) for each in listed]
-            return " | ".join(f"{each} {close}" for each in written)
-        several = alternatives(schema)
-        if several and depth < _NESTED:
-            values = [
-                self._value(f"{name}_{place}", each, root, mark, rules, depth + 1) for place, each in enumerate(several)
-            ]
-            return " | ".join(dict.fromkeys(values))
-        if "string" in types_of(schema, root):
-            line = "\n" if self.lines else ""
-            rule, value = ending(name.upper(), _pattern(schema) + line, self.value[1], mark)
-            rules.append(rule)
-            return value
-        defined = {each: root[each] for each in _DEFINED if each in root}
-        options = {"x-guidance": root["x-guidance"]} if "x-guidance" in root else {}
-        rules.append(f"{name}: %json {json.dumps({**schema, **defined, **options})}")
-        return f"{name} {close}"
+        defined = {each: root[each] for each in (*_DEFINED, "x-guidance") if each in root}
+        written: list[str] = []
+        for place, each in enumerate(leaves(schema, root)):
+            of_leaf = f"{name}_{place}"
+            if (listed := literals(each)) is not None:
+                written += [f"{literal(one if isinstance(one, str) else json.dumps(one))} {close}" for one in listed]
+            elif "string" in types_of(each, root):
+                line = "\n" if self.lines else ""
+                rule, value = ending(of_leaf.upper(), _pattern(each) + line, self.value[1], mark)
+                rules.append(rule)
+                written.append(value)
+            else:
+                rules.append(f"{of_leaf}: %json {json.dumps({**each, **defined})}")
+                written.append(f"{of_leaf} {close}")
+        return " | ".join(written)
 
 
 class _Raw:
@@ -416,4 +403,5 @@ FORMS: Sequence[tuple[str, CallForm]] = (
 
 def form_of(templates: Sequence[TemplateSource]) -> CallForm | None:
     """The form that a checkpoint's templates teach; None: none that is read here."""
-    return next((form for said, form in FORMS if any(said in each.text for each in templates)), None)
+    texts = [each.text for each in templates]
+    return next((form for said, form in FORMS if any(said in text and form.begin in text for text in texts)), None)

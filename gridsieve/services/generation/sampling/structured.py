@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.services.compute.transfers import to_device
-from gridsieve.services.generation.sampling.answer_grammar import Wanted, grammar_of
+from gridsieve.services.generation.sampling.answer_grammar import grammar_of
 from gridsieve.services.generation.sampling.call_forms import CallForm, literal
 from gridsieve.services.generation.sampling.thoughts import Thought
 from gridsieve.services.generation.sampling.tool_calls import Tool, ToolUse
@@ -93,11 +93,12 @@ class Grammars:
         if use is None and thought is None:
             assert answer is not None
             return self._matching(LLMatcher.grammar_from_json_schema(answer, overrides=_OPTIONS), _SCHEMA)
-        wanted = Wanted(
-            None if answer is None else answer | {"x-guidance": _OPTIONS}, use, thought, max_thinking_tokens
-        )
-        arguments = [self._arguments(tool) | {"x-guidance": _OPTIONS} for tool in (use.tools if use else ())]
-        text = grammar_of(wanted, self._form, arguments, self._mark)
+        held = None if answer is None else answer | {"x-guidance": _OPTIONS}
+        calls = None
+        if use:
+            assert self._form
+            calls = self._form, use, [self._arguments(tool) | {"x-guidance": _OPTIONS} for tool in use.tools]
+        text = grammar_of(held, calls, (thought, max_thinking_tokens) if thought else None, self._mark)
         return self._matching(LLMatcher.grammar_from_lark(text), "prompt.tools" if use else _SCHEMA)
 
     def _mark(self, text: str) -> str:

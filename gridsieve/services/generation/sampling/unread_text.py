@@ -40,13 +40,16 @@ class UnreadText:
 
     def starts(self, marks: Sequence[str]) -> Steps[str]:
         """Reads past blanks and the mark that follows them, which it returns; "", and nothing is read, if none does."""
+        blanks: list[str] = []
         while True:
             begun = self.text.lstrip()
-            for mark in marks:
-                if begun.startswith(mark):
-                    self._take(len(self.text) - len(begun) + len(mark))
-                    return mark
+            blanks.append(self.text[: len(self.text) - len(begun)])
+            self.text = begun
+            if mark := next((each for each in marks if begun.startswith(each)), ""):
+                self.taken += blanks
+                return self._take(len(mark))
             if self.ended or not any(mark.startswith(begun) for mark in marks):
+                self.text = "".join((*blanks, begun))
                 return ""
             yield
 
