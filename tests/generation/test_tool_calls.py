@@ -497,6 +497,20 @@ def test_a_grammar_begins_after_a_thought_of_at_most_its_budget(
         assert budget or not thought
 
 
+@pytest.mark.parametrize("marks_are_tokens", [False, True])
+@pytest.mark.parametrize("begin", ["Hm.</think>", "<think>Hm.</think>\n\n", ""])
+def test_a_document_follows_a_thought_of_any_length(
+    folders: dict[bool, Path], eos_id: int, marks_are_tokens: bool, begin: str
+) -> None:
+    tokenizer: Any = load_tokenizer(folders[marks_are_tokens], MARKS)
+    grammars = Grammars(folders[marks_are_tokens], tokenizer.get_vocab_size(), [eos_id])
+    thought = Thought(is_open=begin.startswith("Hm"))
+    answer = walk(grammars.compile(json.dumps(ANSWER), None, thought), tokenizer, eos_id, begin or "{", 0)
+    text, _, said = read([*answer], thought=thought)
+    assert said == ("Hm." if begin else "")
+    jsonschema.validate(json.loads(text), ANSWER)
+
+
 @pytest.mark.parametrize("is_open", [False, True])
 def test_free_text_follows_a_thought_of_at_most_its_budget(
     folders: dict[bool, Path], eos_id: int, is_open: bool
