@@ -354,8 +354,9 @@ WEATHER: dict[str, Any] = {
         "city": {"type": "string", "maxLength": 3},
         "days": {"type": "array", "items": {"$ref": "#/$defs/day"}, "maxItems": 2},
         "enum": {"enum": [f"{END}", "}", None]},
+        "code": {"type": "string", "pattern": "^[a-c]{2}/$"},
     },
-    "required": ["city", "enum"],
+    "required": ["city", "enum", "code"],
     "$defs": {"day": {"type": "integer", "minimum": 0, "maximum": 31}},
 }
 CLOCK = {"properties": {"utc": {"type": "boolean"}}, "required": ["utc"]}

@@ -15,7 +15,6 @@ from gridsieve.common.contract.wire import completed, pruning_message
 from gridsieve.services.generation.model.adapters import Adapters
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.request.prompt_limit import PromptLimit
-from gridsieve.services.generation.sampling.answer_reader import AnswerReader
 from gridsieve.services.generation.sampling.banned import Spelling, spellings
 from gridsieve.services.generation.sampling.call_forms import CallForm, form_of
 from gridsieve.services.generation.sampling.defaults import SamplingDefaults
@@ -24,7 +23,6 @@ from gridsieve.services.generation.sampling.params import SamplingRequest
 from gridsieve.services.generation.sampling.sampler import SamplingParams
 from gridsieve.services.generation.sampling.structured import Grammar, Grammars
 from gridsieve.services.generation.sampling.thoughts import Thought, thinks, thought_after
-from gridsieve.services.generation.sampling.tool_calls import ToolUse
 from gridsieve.services.generation.upstream.arriving_item import ModelInput
 from gridsieve.v1 import prompt_pb2
 
@@ -137,12 +135,6 @@ class ServedModel:
     def thought_after(self, plan: PromptPlan) -> Thought | None:
         """The thought of an answer to a prompt; None: it has none."""
         return thought_after(plan.input_ids, self.tokenizer) if self.thinks else None
-
-    def readers(self, answers: int, use: ToolUse | None, thought: Thought | None) -> Sequence[AnswerReader]:
-        """One for each answer; [] if all of an answer is its text."""
-        if not use and not thought:
-            return []
-        return [AnswerReader(self.call_form, use, thought) for _ in range(answers)]
 
     def stop_finder(self, sampling: SamplingParams) -> Detokenizer | None:
         """For the engine, which must find stop strings in the text; None: there are none to find."""

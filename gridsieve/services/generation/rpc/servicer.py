@@ -34,6 +34,7 @@ from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
 from gridsieve.services.generation.request.request import Request
 from gridsieve.services.generation.rpc.messages import method_message, note_item, usage_message
 from gridsieve.services.generation.rpc.metrics import count_prompt
+from gridsieve.services.generation.sampling.answer_reader import AnswerReader
 from gridsieve.services.generation.sampling.tool_calls import ToolUse
 from gridsieve.services.generation.served_model import ServedModel
 from gridsieve.services.generation.stage_clock import Stage, StageClock, record_stages
@@ -123,7 +124,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             try:
                 accepted = generation_pb2.Accepted(request_id=request_id, usage=usage)
                 yield GenerateResponse(accepted=accepted)
-                readers = model.readers(len(answers), wanted.tool_use, thought)
+                is_split = wanted.tool_use or thought
+                readers = [AnswerReader(model.call_form, wanted.tool_use, thought) for _ in answers if is_split]
                 told = Answers(question, len(answers), clock, model.tokenizer, readers)
                 while not told.complete:
                     for part in told.of(await events.next()):

@@ -8,25 +8,18 @@ A call may stand in the thought, which models forget to close. This module knows
 
 from __future__ import annotations
 
-import json
-import secrets
-import string
-from collections.abc import Mapping, Sequence
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gridsieve.services.generation.sampling.call_forms import FORMS, CallForm, NoCall
 from gridsieve.services.generation.sampling.thoughts import CLOSE, OPEN, Thought
-from gridsieve.services.generation.sampling.tool_calls import CallDelta, ToolUse
+from gridsieve.services.generation.sampling.tool_calls import CallDelta, Calls, ToolUse
 from gridsieve.services.generation.sampling.unread_text import CutOff, Steps, UnreadText
 
 MARKS = frozenset({OPEN, CLOSE}).union(*(form.marks for _, form in FORMS))
 """All that is looked for in the text of answers."""
-_ID_CHARACTERS = 24
 _PIECE_CHARACTERS = 512
 _AFTER_THOUGHT = " \r\n\t\ufffd"
 """Blanks, and the part of a character that a budget cut off."""
-_LETTERS = string.ascii_letters + string.digits
 
 
 class Part(NamedTuple):
@@ -49,7 +42,7 @@ class AnswerReader:
         self._unread = UnreadText()
         self._thought, self._text = _Said(_AFTER_THOUGHT), _Said()
         self._thought.drop_blanks()
-        self._calls = _Calls(form, use, self._unread, self._text) if form and use else None
+        self._calls = Calls(use, self._unread, form.id_characters) if form and use else None
         self._steps = self._read(thought)
         next(self._steps)
 
@@ -98,7 +91,7 @@ class AnswerReader:
         assert self._form
         assert self._calls
         self._unread.taken = [self._form.begin]
-        self._calls.said = said
+        self._calls.on_begin = said.call
         before = self._calls.finished
         try:
             yield from self._form.read(self._unread, self._calls)
@@ -142,49 +135,3 @@ class _Said:
     def take(self) -> str:
         told, self._told = "".join(self._told), []
         return told
-
-
-class _Calls:
-    """The calls of an answer, as `Calls`. said: the text before them. Those after a single one are left out."""
-
-    def __init__(self, form: CallForm, use: ToolUse, unread: UnreadText, said: _Said) -> None:
-        self.begun = self.finished = 0
-        self.said = said
-        self._unread = unread
-        self._form, self._use = form, use
-        self._deltas: list[CallDelta] = []
-
-    @property
-    def is_cut_off(self) -> bool:
-        return self.begun > self.finished and not (self._use.single and self.finished)
-
-    def begin(self, name: str) -> None:
-        self.said.call()
-        self.begun += 1
-        size = self._form.id_characters
-        made = "".join(secrets.choice(_LETTERS) for _ in range(size or _ID_CHARACTERS))
-        self._deltas.append(CallDelta(self.begun - 1, made if size else f"call_{made}", name))
-
-    def add(self, arguments: str) -> None:
-        self._deltas.append(CallDelta(self.begun - 1, arguments=arguments))
-
-    def finish(self) -> None:
-        self.finished += 1
-        self._unread.taken.clear()
-
-    def schema(self, name: str) -> Mapping[str, Any]:
-        parameters = next((tool.parameters for tool in self._use.tools if tool.name == name), "")
-        read = json.loads(parameters or "{}")
-        return read if isinstance(read, dict) else {}
-
-    def take(self) -> list[CallDelta]:
-        # Clients read one part of a call at a time.
-        joined = [_joined(list(parts)) for _, parts in groupby(self._deltas, lambda delta: delta.index)]
-        self._deltas = []
-        return [delta for delta in joined if not (self._use.single and delta.index)]
-
-
-def _joined(parts: Sequence[CallDelta]) -> CallDelta:
-    """Parts of one call that follow each other, as one."""
-    first = parts[0]
-    return CallDelta(first.index, first.id, first.name, "".join(part.arguments for part in parts))

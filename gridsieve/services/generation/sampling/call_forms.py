@@ -30,12 +30,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import chain
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from gridsieve.common.chat_templates import TemplateSource
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.services.generation.sampling.arguments import json_of, leaves, literals, resolved, types_of
-from gridsieve.services.generation.sampling.tool_calls import Tool
+from gridsieve.services.generation.sampling.tool_calls import Calls, Tool
 from gridsieve.services.generation.sampling.unread_text import Nesting, Steps, UnreadText
 
 # What precedes the arguments where the name comes first, as the templates teach it.
@@ -52,18 +52,6 @@ Mark: TypeAlias = Callable[[str], str]
 
 class NoCall(Exception):
     """What began as a call is none."""
-
-
-class Calls(Protocol):
-    """Takes what a form reads. schema: of the arguments of a tool, with all its keywords."""
-
-    def begin(self, name: str) -> None: ...
-
-    def add(self, arguments: str) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def schema(self, name: str) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,8 +309,9 @@ def _pattern(schema: Mapping[str, Any]) -> str:
     """The regular expression of a string's text. Formats are not held."""
     if isinstance(pattern := schema.get("pattern"), str):
         before = "" if pattern.startswith("^") else _ANY_TEXT
-        after = "" if pattern.endswith("$") else _ANY_TEXT
-        inner = re.sub(r"(?<!\\)/", r"\/", pattern.removeprefix("^").removesuffix("$"))
+        is_ended = pattern.endswith("$") and not pattern.endswith(r"\$")
+        after = "" if is_ended else _ANY_TEXT
+        inner = re.sub(r"(?<!\\)/", r"\/", pattern[: -1 if is_ended else None].removeprefix("^"))
         return f"{before}(?:{inner}){after}"
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     return _ANY_TEXT if (least, most) == (0, "") else f"(?s:.{{{least},{most}}})"
