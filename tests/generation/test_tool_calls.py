@@ -336,6 +336,15 @@ def test_a_call_in_a_thought_that_the_model_did_not_close_is_a_call(after: str) 
     assert thought == "Hm <tool_cal" + "\nSo." * bool(after)
 
 
+@pytest.mark.parametrize(
+    ("form", "begun"),
+    [(PAIRS, "<tool_call>"), (HERMES, '<tool_call>{"name": "a" '), (HERMES, "<tool_call>{a}"), (NAMES, "[TOOL_CALLS]")],
+)
+def test_a_thought_that_speaks_of_calls_ends_as_others(form: CallForm, begun: str) -> None:
+    answer = f"Not with {begun}</think>\n\nIt rains."
+    assert read([*answer], form=form, thought=Thought(is_open=True)) == ("It rains.", [], f"Not with {begun}".strip())
+
+
 @pytest.mark.parametrize("form", [HERMES, TAGS, PAIRS])
 def test_a_call_that_an_end_token_cuts_off_is_text_and_no_reason_to_run_tools(form: CallForm) -> None:
     cut = {HERMES: KYOTO[:-20], TAGS: TAGGED.format("city", "Kyo")[:-40]}.get(form, PAIRED.format("city", "Kyo")[:-20])

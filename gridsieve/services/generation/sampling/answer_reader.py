@@ -79,15 +79,20 @@ class AnswerReader:
             while True:
                 marks = [*begins, CLOSE] if said is self._thought else begins
                 if (yield from self._unread.to(marks, said.add)) == CLOSE:
-                    said = self._text
-                    said.drop_blanks()
+                    said = self._after_thought("")
                 else:
-                    yield from self._read_call(said)
+                    said = yield from self._read_call(said)
         except CutOff:
             return
 
-    def _read_call(self, said: _Said) -> Steps[None]:
-        """Reads what follows the mark of a call. said: where it belongs if it is none."""
+    def _after_thought(self, text: str) -> _Said:
+        """Begins the text. Returns where what follows belongs."""
+        self._text.drop_blanks()
+        self._text.add(text)
+        return self._text
+
+    def _read_call(self, said: _Said) -> Steps[_Said]:
+        """Reads what follows the mark of a call, which belongs to `said` if it is none. Returns where the rest does."""
         assert self._form
         assert self._calls
         self._unread.taken = [self._form.begin]
@@ -95,11 +100,13 @@ class AnswerReader:
         before = self._calls.finished
         try:
             yield from self._form.read(self._unread, self._calls)
-        except NoCall:
-            said.add("".join(self._unread.taken))
-        except CutOff:
-            if self._calls.begun == before:
-                said.add("".join(self._unread.taken))
+        except (NoCall, CutOff) as error:
+            if isinstance(error, NoCall) or self._calls.begun == before:
+                read = "".join(self._unread.taken)
+                thought, close, text = read.partition(CLOSE) if said is self._thought else (read, "", "")
+                said.add(thought)
+                return self._after_thought(text) if close else said
+        return said
 
 
 class _Said:
