@@ -284,7 +284,7 @@ def written(form: CallForm, calls: Sequence[dict[str, Any]]) -> str:
     return str(render_jinja_template([[turn]], chat_template=WRITTEN[form])[0][0])
 
 
-@pytest.mark.parametrize("form", WRITTEN, ids=str)
+@pytest.mark.parametrize("form", WRITTEN, ids=lambda each: getattr(each, "begin", each))
 @settings(max_examples=20)
 @given(calls=st.lists(ARGUMENTS, min_size=1, max_size=3), data=st.data())
 def test_what_a_template_writes_of_calls_is_read_as_these_calls(
@@ -445,7 +445,7 @@ CASES += [(form, name) for form in (TAGS, PAIRS, NAMES, LIST, TOOLCALL) for name
 
 
 @pytest.mark.parametrize("marks_are_tokens", [False, True])
-@pytest.mark.parametrize(("form", "name"), CASES, ids=str)
+@pytest.mark.parametrize(("form", "name"), CASES, ids=lambda each: getattr(each, "begin", each))
 @pytest.mark.parametrize("seed", range(2))
 def test_any_answer_that_a_grammar_allows_calls_tools_as_their_schemas_say(
     folders: dict[bool, Path], eos_id: int, form: CallForm, name: str, marks_are_tokens: bool, seed: int
@@ -468,7 +468,7 @@ def test_any_answer_that_a_grammar_allows_calls_tools_as_their_schemas_say(
         jsonschema.validate(json.loads(arguments), SCHEMAS[called])
 
 
-@pytest.mark.parametrize("form", WRITTEN, ids=str)
+@pytest.mark.parametrize("form", WRITTEN, ids=lambda each: getattr(each, "begin", each))
 def test_a_grammar_allows_what_the_template_writes(folders: dict[bool, Path], eos_id: int, form: CallForm) -> None:
     answer = written(form, [{"city": "Kyoto", "days": 3, "of": {"a": [None]}}, {}])
     answer = answer.lstrip().replace("[CALL_ID]123456789", "")
