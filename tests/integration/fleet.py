@@ -6,8 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -77,7 +75,7 @@ class Service:
     address: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
     metrics_port: int = field(default_factory=free_port)
     program: str | None = None
-    process: subprocess.Popen[bytes] | Forked | None = None
+    process: Forked | None = None
     credentials: Credentials = NO_CREDENTIALS
 
     @property
@@ -89,21 +87,14 @@ class Service:
         return self._started.pid
 
     @property
-    def _started(self) -> subprocess.Popen[bytes] | Forked:
+    def _started(self) -> Forked:
         assert self.process is not None
         return self.process
 
     def start(self) -> None:
         """Starts the process and returns at once; see `ready`."""
         own = ("--model", str(self.model), "--listen", self.address, "--metrics-port", str(self.metrics_port))
-        flags = (*own, *self.flags)
-        if self.name != "preprocessing":
-            self.process = Forked(self.name, flags, self._log, self.program)
-            return
-        code = ("-m", "gridsieve.services.preprocessing") if self.program is None else ("-c", self.program)
-        with self._log.open("ab") as log:
-            command = [sys.executable, *code, *flags]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=ROOT)
+        self.process = Forked(self.name, (*own, *self.flags), self._log, self.program)
 
     def ready(self) -> None:
         """Returns once the service answers SERVING. Fails with its log if it ends or takes too long."""
