@@ -6,6 +6,8 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -65,7 +67,8 @@ def media_port() -> int:
 class Service:
     """One process of a service on a loopback address; `close` kills it.
 
-    program: Python code that runs the service, instead of its module. credentials: of its health check.
+    program: Python code that runs the service, instead of its module. credentials: of its health check. alone: started
+    as users start it, so that its memory is its own.
     """
 
     name: str
@@ -75,8 +78,9 @@ class Service:
     address: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
     metrics_port: int = field(default_factory=free_port)
     program: str | None = None
-    process: Forked | None = None
+    process: Forked | subprocess.Popen[bytes] | None = None
     credentials: Credentials = NO_CREDENTIALS
+    alone: bool = False
 
     @property
     def running(self) -> bool:
@@ -87,14 +91,19 @@ class Service:
         return self._started.pid
 
     @property
-    def _started(self) -> Forked:
+    def _started(self) -> Forked | subprocess.Popen[bytes]:
         assert self.process is not None
         return self.process
 
     def start(self) -> None:
         """Starts the process and returns at once; see `ready`."""
         own = ("--model", str(self.model), "--listen", self.address, "--metrics-port", str(self.metrics_port))
-        self.process = Forked(self.name, (*own, *self.flags), self._log, self.program)
+        if not self.alone:
+            self.process = Forked(self.name, (*own, *self.flags), self._log, self.program)
+            return
+        command = [sys.executable, "-m", f"gridsieve.services.{self.name}", *own, *self.flags]
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=ROOT)
 
     def ready(self) -> None:
         """Returns once the service answers SERVING. Fails with its log if it ends or takes too long."""
@@ -184,16 +193,21 @@ class Stack:
 
 @contextmanager
 def running(
-    model: Path, media_root: Path | None = None, flags: Mapping[str, Sequence[str]] | None = None
+    model: Path,
+    media_root: Path | None = None,
+    flags: Mapping[str, Sequence[str]] | None = None,
+    alone: bool = False,
 ) -> Iterator[Stack]:
-    """The three services, on sockets of a folder of their own. They are killed at the end. flags: by service."""
+    """The three services, on sockets of a folder of their own. They are killed at the end. flags: by service. alone: as
+    of `Service`."""
     flags, services = flags or {}, dict[str, Service]()
     with tempfile.TemporaryDirectory(prefix="gridsieve-") as folder:
         for name in SERVICES:
             own = [flag for other, each in services.items() for flag in (f"--{other}", each.address)]
             own += ["--media-root", str(media_root)] if media_root and name == "preprocessing" else []
             own += flags.get(name, ())
-            services[name] = Service(name, model, Path(folder), tuple(own), f"unix:{folder}/{name}.sock")
+            address = f"unix:{folder}/{name}.sock"
+            services[name] = Service(name, model, Path(folder), tuple(own), address, alone=alone)
         with started(*services.values()):
             yield Stack(services)
 
