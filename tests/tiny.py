@@ -143,11 +143,6 @@ class Asked:
         return next((event for event in self.events if isinstance(event, Failed)), None)
 
 
-class AlwaysPays(Payoff):
-    def pays(self, request: Request) -> bool:
-        return True
-
-
 @dataclass
 class TinyEngine:
     """totals: the sums over all steps, by the names of `Step`."""
@@ -184,7 +179,7 @@ class TinyEngine:
             self.on_end,
             self.overlap,
             StateSlots(slots, RESERVED) if slots else None,
-            self.payoff or (AlwaysPays() if self.model.draft else None),
+            self.payoff,
             self.live_blocks,
         )
 

@@ -32,6 +32,7 @@ from gridsieve.families import family_of
 from gridsieve.services.compute.device import device_of, name_of
 from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.engine.payoff import Payoff
+from gridsieve.services.generation.engine.speculation import PromptLookup, Room
 from gridsieve.services.generation.loading import check_ranks
 from gridsieve.services.generation.memory.blocks import BlockAllocator
 from gridsieve.services.generation.memory.state_slots import StateSlots
@@ -100,7 +101,7 @@ async def main() -> ExitStatus:
             break_off,
             overlap=model.device.type != "cpu",
             states=StateSlots(built.state_slots, RESERVED) if built.state_slots else None,
-            payoff=Payoff() if model.draft else None,
+            payoff=Payoff(Room() if model.draft else PromptLookup()) if settings.max_draft_tokens else None,
             live_blocks=built.live_blocks,
         )
         media_buffer = ByteSemaphore(settings.media_buffer_bytes)

@@ -5,9 +5,9 @@
       a step's      0   1   2   3         row i: hidden states of token i, embedding of token i + 1, in the slot of i
       drafted                       4 …   its own output in place of hidden states, and the token that it drafted
 
-`extend` follows each step, once its tokens are read and before any request gives up blocks, so the head's keys and
-values are there wherever the model's are: in chunks, after prefix hits and preemption, for siblings. `draft` comes
-before the next step. What it writes is written again by the rows of accepted tokens, from hidden states.
+`extend` follows each step, once its tokens are read, so the head's keys and values are there wherever the model's are:
+in chunks, after prefix hits and preemption, for siblings. A request that has lost the step's blocks by then is left
+out. `draft` comes before a step. What it writes is written again by the rows of accepted tokens, from hidden states.
 
 Rows wait, as hidden states, where the next token has not arrived, and in answers that are not drafted for: then the
 head computes up to MAX_WAITING of a request at once, or when it drafts again.
@@ -120,7 +120,7 @@ class Drafter:
 
     @torch.inference_mode()
     def extend(self, chunks: Sequence[Chunk], hidden: Tensor, sampled: Mapping[Chunk, Sequence[int]]) -> None:
-        """Reads what a step computed, while its requests still have the blocks and answers that they had in it.
+        """Reads what a step computed, while its requests still have the answers that they had in it.
 
         chunks: in packed order. hidden: [T, D], as `DraftHead.joined` gives them; may change afterwards. sampled: the
         accepted draft tokens and one more, of each chunk that samples and whose request did not fail.
@@ -133,7 +133,7 @@ class Drafter:
         for number, chunk in enumerate(chunks):
             request, ids, place = chunk.request, tuple(sampled.get(chunk, ())), int(places[number])
             before = self._reads.pop(request, None)
-            if chunk.samples and not ids:
+            if (chunk.samples and not ids) or request.holding.num_computed_tokens < chunk.known_end:
                 continue
             if before is None or before.end != chunk.start:
                 before = _Read(chunk.start)

@@ -65,8 +65,8 @@ class LaunchedStep:
     """A step whose forward the device may still be computing.
 
     chunks: in packed order. logits: as `Runner.forward` returns them. began_ns: when its launch began, on the
-    monotonic clock. replayed: whether a graph computed it. hidden: [T, D], what the head that drafts reads of it, valid
-    until the next launch; None without a head.
+    monotonic clock. replayed: whether a graph computed it. hidden: [T, D], what the head that drafts reads of it; None
+    without a head.
     """
 
     chunks: Sequence[Chunk]
@@ -252,7 +252,8 @@ class Runner:
         self.replayed = replayed is not None
         if replayed is None:
             return self._forward(packed, ids, media_embeds)
-        logits, self._hidden = replayed
+        logits, hidden = replayed
+        self._hidden = None if hidden is None else hidden.clone()  # the next step may be launched before it is read
         return logits
 
     def _forward(self, packed: Packed, ids: Tensor, media_embeds: Tensor | None) -> Tensor:
