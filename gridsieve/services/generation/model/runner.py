@@ -201,6 +201,9 @@ class Runner:
             # torch raises a second error when the broken capture is closed; its context is the cause.
             log.warning("decoding without graphs", error=str(error.__context__ or error))
             return False
+        if self.drafter:
+            # Each sequence that drafts has another row beside those of its drafts.
+            self.drafter.capture(-(-max_rows // 2), blocks, capture)
         log.info("decode steps captured", graphs=len(self._graphs), seconds=round(time.perf_counter() - start, 3))
         return True
 
