@@ -124,6 +124,14 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (groups / scales[:, :, None]).to(FP8).flatten(1).contiguous(), scales
 
 
+def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight: [N, K], any float dtype, of multiples of 128. Returns e4m3 [N, K] and scales, float32 [N / 128, K / 128]:
+    the largest magnitude of a block / 448."""
+    blocks = weight.float().unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))
+    scales = blocks.abs().amax((1, 3)).clamp(min=LEAST) / torch.finfo(FP8).max
+    return (blocks / scales[:, None, :, None]).to(FP8).flatten(2).flatten(0, 1), scales
+
+
 def scaled_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """`Product` by torch's kernel."""
     count, groups = rows.shape[0], scales.shape[1]

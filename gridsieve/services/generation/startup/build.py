@@ -95,7 +95,7 @@ def build(
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # some kernels and quantizers use the current device
     dtype = _dtype(settings, checkpoint, device)
-    model = load_language_model(checkpoint, dtype, device, group, settings.quantization == "int4")
+    model = load_language_model(checkpoint, dtype, device, group, settings.quantization)
     model = replace(model, fp8_cache=settings.kv_cache_dtype == "fp8")
     load_adapters(settings.adapters, model, group)
     if settings.draft_model:
