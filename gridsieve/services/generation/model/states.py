@@ -33,6 +33,8 @@ RESERVED = 2
 # Kernels for chunks compute 64 tokens or more at a time: so few, drafts for instance, are computed one by one.
 FEW_TOKENS = 8
 _BYTES = 4
+# Matrices of a layer that a CPU advances together: so many stay in the cache of a core from one operator to the next.
+CPU_BYTES = 2**20
 
 
 class Recurrence(Protocol):
@@ -104,6 +106,8 @@ class StateCache:
         inputs, matrices = (slots, sizes.channels, sizes.kernel - 1), (slots, *sizes.recurrence.matrices)
         self.inputs = [like.new_zeros(inputs, dtype=torch.float32) for _ in range(sizes.layers)]
         self.matrices = [like.new_zeros(matrices, dtype=torch.float32) for _ in range(sizes.layers)]
+        fitting = max(1, CPU_BYTES // (_BYTES * math.prod(matrices[1:])))
+        self._together = fitting if like.device.type == "cpu" else None  # sequences
 
     def batch(self, packed: Packed) -> StateBatch:
         """For the chunks of a step. Those of a step that only measures have no slots: from ZERO to PADDING."""
@@ -114,7 +118,12 @@ class StateCache:
             ends = (*(tokens for tokens, _ in use.saves), context.tokens)
             alike.setdefault(ends, []).append((at, use))
             at += context.tokens
-        return StateBatch(self, tuple(self._alike(*each) for each in alike.items()))
+        parts = [
+            self._alike(ends, chunks[first : first + (self._together or len(chunks))])
+            for ends, chunks in alike.items()
+            for first in range(0, len(chunks), self._together or len(chunks))
+        ]
+        return StateBatch(self, tuple(parts))
 
     def decode_batch(self, read: Tensor, write: Tensor) -> StateBatch:
         """For one new token of each sequence. read, write: int64 [R], on the device and never read by the host."""
