@@ -149,7 +149,10 @@ class Scheduler:
         self.memory.check_integrity(self.requests(), self._max_draft_tokens)
 
     def foresees_drafts(self) -> bool:
-        """Whether the next step will have draft tokens, as far as the tokens tell that were read."""
+        """Whether the next step will have draft tokens, as far as the tokens tell that were read.
+
+        If so, the last step must be read before `schedule`, whose chunks say for which requests that was done.
+        """
         self._foreseen = self._propose(self._running()[0]).keys()
         return bool(self._foreseen)
 

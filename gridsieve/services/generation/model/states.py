@@ -207,4 +207,4 @@ class StateBatch:
             windows.index_copy_(0, slots, window[:, :, end : end + windows.shape[2]])
             matrices.index_copy_(0, slots, state)
             start = end
-        return torch.cat(outs, dim=1)
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
