@@ -50,7 +50,7 @@ class Payoff:
         hopeful = {request: limit for request, limit in limits.items() if self._expected(request) > LEAST_ACCEPTED}
         found = {request: tokens for request, tokens in self._drafts.propose(hopeful).items() if tokens}
         with_drafts, without = (self._seconds[len(limits).bit_length(), each] for each in (True, False))
-        if not with_drafts or not without:
+        if len(with_drafts) < ALONE or not without:  # the first step with drafts may be slow
             return found
         gain = 1 + sum(map(self._expected, found)) / len(limits)
         return found if gain > median(with_drafts) / median(without) else {}
