@@ -97,8 +97,9 @@ class RoundedToFp8:
         self._names = {f"{name}.weight" for name in layers}
         product = _find_product(layers.values(), dtype, device)
         self._stay = product is not None
-        for name, layer in layers.items() if product else ():
-            text.set_submodule(name, Fp8Linear(layer, product))
+        if product is not None:
+            for name, layer in layers.items():
+                text.set_submodule(name, Fp8Linear(layer, product))
 
     def rounded(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         """What the model has of a weight that was read, by name."""
