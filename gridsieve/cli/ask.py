@@ -187,7 +187,8 @@ async def stream(
                         bars.advanced(event)
                     case Delta():
                         bars.stop()
-                        typer.secho(event.thought, nl=False, err=True, dim=True)
+                        if event.thought:
+                            typer.secho(event.thought, nl=False, err=True, dim=True)
                         if event.text and thinks:
                             typer.echo(err=True)
                         thinks = bool(event.thought) or (thinks and not event.text)
