@@ -82,7 +82,8 @@ def _append(
                 place = f"{name}[{number}]"
                 turns.append(Turn(Message("assistant", _NO_TEXT, thought=item.text), TurnNames(place, place)))
         elif (turn := _turn(item, f"{name}[{number}]", request, uploads)) is not None:
-            if turn.message.role == "assistant" and last and last.thought and last.parts == _NO_TEXT:
+            is_thought = last and last.thought and last.parts == _NO_TEXT and not last.tool_calls
+            if is_thought and turn.message.role == "assistant":
                 turn = replace(turn, message=replace(turn.message, thought=turns.pop().message.thought))
             turns.append(turn)
 
