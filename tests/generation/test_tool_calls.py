@@ -369,6 +369,7 @@ WEATHER: dict[str, Any] = {
     "$defs": {"day": {"type": "integer", "minimum": 0, "maximum": 31}},
 }
 CLOCK = {"properties": {"utc": {"type": "boolean"}}, "required": ["utc"]}
+TEXT = {"type": "string"}
 ANSWER = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
 
 
@@ -545,6 +546,55 @@ def test_an_answer_with_a_budget_may_be_without_a_thought(folders: dict[bool, Pa
     assert [*(free == 0).nonzero()[0]] == [tokenizer.token_to_id("<think>")]
 
 
+SET: dict[str, Any] = {
+    "$ref": "#/$defs/set",
+    "$defs": {
+        "set": {
+            "type": "object",
+            "properties": {
+                "unit": {"allOf": [{"$ref": "#/$defs/unit"}], "default": "c"},
+                "range": {
+                    "type": "object",
+                    "properties": {"least": {"type": "integer"}, "most": {"type": "integer"}},
+                    "anyOf": [{"required": ["least"]}, {"required": ["most"]}],
+                },
+            },
+            "required": ["unit", "range"],
+            "additionalProperties": {"enum": [1, 2]},
+        },
+        "unit": {"type": "string", "enum": ["c", "1"]},
+    },
+}
+
+
+@pytest.mark.parametrize("form", [TAGS, PAIRS], ids=["tags", "pairs"])
+@pytest.mark.parametrize("seed", range(4))
+def test_raw_arguments_satisfy_schemas_with_references_and_other_properties(
+    folders: dict[bool, Path], eos_id: int, form: CallForm, seed: int
+) -> None:
+    tokenizer: Any = load_tokenizer(folders[True], MARKS)
+    grammars = Grammars(folders[True], tokenizer.get_vocab_size(), [eos_id], form)
+    use = ToolUse((Tool("set", json.dumps(SET), False, 0),), required=True, single=True)
+    answer = walk(grammars.compile(None, use), tokenizer, eos_id, "", seed)
+    _, [(_, arguments)], _ = read([*answer], form=form, called=use.tools)
+    jsonschema.validate(json.loads(arguments), SET)
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"minProperties": 1}, "parameters cannot be held at its root: .* no minProperties of an object"),
+        ({"properties": {"a": {"allOf": [TEXT, TEXT]}}}, r"parameters\.properties\.a cannot be held: allOf of a text"),
+    ],
+)
+def test_a_schema_that_the_form_cannot_hold_is_refused(
+    folders: dict[bool, Path], eos_id: int, schema: dict[str, Any], why: str
+) -> None:
+    grammars = Grammars(folders[True], 600, [eos_id], PAIRS)
+    with pytest.raises(InvalidRequest, match=why):
+        grammars.compile(None, ToolUse((Tool("set", json.dumps(schema), False, 0),), required=True))
+
+
 def test_text_that_calls_nothing_may_follow_a_strict_tool(grammars: Grammars, tokenizer: Any, eos_id: int) -> None:
     state = DocumentState(grammars.compile(None, ToolUse(tools(strict=True))))
     assert not allowed(state)[eos_id]
@@ -569,7 +619,7 @@ def test_a_schema_that_cannot_be_held_is_named_by_its_place_in_the_prompt(
         grammars.compile(None, use)
 
 
-TEXT, CLOSED = {"type": "string"}, {"additionalProperties": False}
+CLOSED = {"additionalProperties": False}
 OF_A = {"type": "object", "properties": {"a": TEXT}}
 
 

@@ -15,21 +15,35 @@ Schema: TypeAlias = Mapping[str, Any]
 
 _ANY = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 _WORDS = {"True": "true", "False": "false", "None": "null"}
+_OWN = {"type", "properties"}
 _REFERENCES = 16
 """From one to the next, how many are followed."""
 
 
 def resolved(schema: Any, root: Schema) -> Schema:
-    """A schema, or the one that it refers to by name. root: whose definitions are meant."""
+    """A schema, or the one that it refers to by name, or as all that it says. root: whose definitions are meant."""
     for _ in range(_REFERENCES):
-        reference = schema.get("$ref") if isinstance(schema, dict) else None
-        if not isinstance(reference, str):
+        if not isinstance(schema, Mapping):
+            return {}
+        reference, several = schema.get("$ref"), schema.get("allOf")
+        if isinstance(reference, str):
+            _, _, path = reference.partition("#/")
+            schema = root
+            for step in path.split("/"):
+                schema = schema.get(step) if isinstance(schema, Mapping) else None
+        elif isinstance(several, list) and len(several) == 1 and not _OWN & schema.keys():
+            [schema] = several
+        else:
             break
-        _, _, path = reference.partition("#/")
-        schema = root
-        for step in path.split("/"):
-            schema = schema.get(step) if isinstance(schema, Mapping) else None
     return schema if isinstance(schema, Mapping) else {}
+
+
+def property_of(name: str, schema: Schema) -> Any:
+    """The schema of a property of an object."""
+    listed, others = schema.get("properties"), schema.get("additionalProperties")
+    if isinstance(listed, Mapping) and name in listed:
+        return listed[name]
+    return others if isinstance(others, Mapping) else {}
 
 
 def leaves(schema: Any, root: Schema) -> list[Schema]:
@@ -50,6 +64,8 @@ def leaves(schema: Any, root: Schema) -> list[Schema]:
 
 
 def _alternatives(schema: Schema) -> list[Any]:
+    if "properties" in schema or isinstance(schema.get("type"), str):
+        return []  # they say what is alike in them all, too
     for name in ("anyOf", "oneOf"):
         if isinstance(several := schema.get(name), list):
             return several

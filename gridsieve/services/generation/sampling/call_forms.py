@@ -33,8 +33,8 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 from gridsieve.common.chat_templates import TemplateSource
-from gridsieve.common.contract.errors import InvalidRequest
-from gridsieve.services.generation.sampling.arguments import json_of, leaves, literals, resolved, types_of
+from gridsieve.common.contract.errors import InvalidRequest, within
+from gridsieve.services.generation.sampling.arguments import json_of, leaves, literals, property_of, resolved, types_of
 from gridsieve.services.generation.sampling.tool_calls import Calls, Tool
 from gridsieve.services.generation.sampling.unread_text import Nesting, Steps, UnreadText
 
@@ -42,7 +42,9 @@ from gridsieve.services.generation.sampling.unread_text import Nesting, Steps, U
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')
 _NAME = re.compile(r"[^\s<>{}\[\]]+")
 _ANY_TEXT = "(?s:.*)"
-_ANY_KEY = r"/[^<>\n]+/"
+_ANY_KEY = r"/[^<>\s\x00-\x1f]+( [^<>\s\x00-\x1f]+)*/"
+_JOINING = {"anyOf", "oneOf", "allOf"}
+_NOT_AT_ROOT = _JOINING | {"const", "enum", "patternProperties", "minProperties", "maxProperties"}
 # Where a schema has others by name.
 _DEFINED = ("$defs", "definitions")
 
@@ -184,7 +186,6 @@ class TaggedForm(CallForm):
         name = _name(said)
         calls.begin(name)
         root = calls.schema(name)
-        given = root.get("properties")
         opening = "{"
         while True:
             if mark not in (self.key[0], *ends):
@@ -195,8 +196,7 @@ class TaggedForm(CallForm):
             yield from unread.to([self.key[1]], key.append)
             key_text = "".join(key).strip()
             calls.add(f"{opening}{_quoted(key_text)}: ")
-            known = given.get(key_text, {}) if isinstance(given, Mapping) else {}
-            yield from self._read_value(unread, calls, types_of(known, root))
+            yield from self._read_value(unread, calls, types_of(property_of(key_text, resolved(root, root)), root))
             opening, mark = ", ", ""
         calls.add("}" if opening == ", " else "{}")
         calls.finish()
@@ -218,22 +218,27 @@ class TaggedForm(CallForm):
 
     def rules(self, place: int, tool: Tool, schema: Mapping[str, Any], mark: Mark) -> list[str]:
         root = resolved(schema, schema)
-        if set(root) & {"anyOf", "oneOf", "allOf", "patternProperties"}:
-            why = "cannot be held at its root: the form of the checkpoint's calls has no alternatives of an object"
-            raise InvalidRequest(why, field=f"prompt.tools[{tool.place}].parameters")
+        field = f"prompt.tools[{tool.place}].parameters"
+        if unheld := sorted(_NOT_AT_ROOT & root.keys()):
+            why = f"cannot be held at its root: the form of the checkpoint's calls has no {unheld[0]} of an object"
+            raise InvalidRequest(why, field=field)
         given, required = root.get("properties", {}), root.get("required", [])
-        properties = given | {name: {} for name in required if name not in given}
+        names = [*given, *(name for name in required if name not in given)]
         written: list[str] = []
         rules: list[str] = []
         break_ = literal("\n")
-        for number, (name, each) in enumerate(properties.items()):
-            value = self._value(f"v_{place}_{number}", each, schema, mark, rules)
+        for number, name in enumerate(names):
+            with within(f"{field}.properties.{name}"):
+                value = self._value(f"v_{place}_{number}", property_of(name, root), schema, mark, rules)
             one = f"p_{place}_{number}"
             rules.append(f"{one}: {_joined(*self._key(literal(name), mark), f'({value})', break_)}")
             written.append(one if name in required else f"{one}?")
-        if root.get("additionalProperties", not given) is not False:
-            value = self._value(f"v_{place}", {}, schema, mark, rules)
-            rules.append(f"p_{place}: {_joined(*self._key(_ANY_KEY, mark), f'({value})', break_)}")
+        if (others := root.get("additionalProperties", not given)) is not False:
+            with within(f"{field}.additionalProperties"):
+                value = self._value(f"v_{place}", {} if others is True else others, schema, mark, rules)
+            listed = "|".join(map(escaped, names))
+            rules.append(f"KEY_{place}: {_ANY_KEY}{listed and f' & ~/{listed}/'}")
+            rules.append(f"p_{place}: {_joined(*self._key(f'KEY_{place}', mark), f'({value})', break_)}")
             written.append(f"p_{place}*")
         opening = _joined(mark(self.name[0]), literal(f"{tool.name}{self.name[1]}\n"))
         return [f"tool_{place}: {_joined(opening, *written, mark(self.last))}", *rules]
@@ -253,6 +258,8 @@ class TaggedForm(CallForm):
             if (listed := literals(each)) is not None:
                 written += [f"{literal(one if isinstance(one, str) else json.dumps(one))} {close}" for one in listed]
             elif "string" in types_of(each, root):
+                if joined := sorted(_JOINING & each.keys()):
+                    raise InvalidRequest(f"cannot be held: {joined[0]} of a text that is written as it is")
                 line = "\n" if self.lines else ""
                 rule, value = ending(of_leaf.upper(), _pattern(each) + line, self.value[1], mark)
                 rules.append(rule)
