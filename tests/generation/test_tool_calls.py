@@ -98,6 +98,7 @@ def test_an_answer_is_read_alike_in_any_pieces(
         (KYOTO, "", [READ_KYOTO]),
         (f"Let me look.\n\n{KYOTO}\n", "Let me look.", [READ_KYOTO]),
         (f"{KYOTO}\n{KYOTO}", "", [READ_KYOTO] * 2),
+        (f"{KYOTO.removesuffix(END)}{KYOTO}", "", [READ_KYOTO] * 2),
         (f"{KYOTO}\nSo. \n", "\nSo. \n", [READ_KYOTO]),
         (f'{BEGIN}{{"name":"a","parameters":{{}}}}{END}', "", [("a", "{}")]),
         (f'{BEGIN}{{"arguments": {{"é": [1.5]}}, "name": "a"}}{END}', "", [("a", '{"é": [1.5]}')]),

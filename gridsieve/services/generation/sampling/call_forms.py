@@ -77,6 +77,11 @@ class CallForm:
         """Reads what follows `begin`, with the end mark. Raises NoCall, and CutOff."""
         raise NotImplementedError
 
+    def _read_end(self, unread: UnreadText) -> Steps[None]:
+        """Reads past the end mark, unless the next call begins without it. Raises CutOff."""
+        if (yield from unread.to([self.end, self.begin], _ignore)) == self.begin:
+            unread.text = self.begin + unread.text
+
     def rules(self, place: int, tool: Tool, schema: Mapping[str, Any], mark: Mark) -> list[str]:
         """The rules of `tool_PLACE`, a call of a tool. Raises InvalidRequest for a schema that cannot be held."""
         raise NotImplementedError
@@ -105,7 +110,7 @@ class JsonForm(CallForm):
             if not mark and nesting.depth:
                 mark, is_call = (yield from self._read_object(unread, calls, nesting)), True
         if self.end and not mark:
-            yield from unread.to([self.end], _ignore)
+            yield from self._read_end(unread)
         if not is_call:
             raise NoCall
 
@@ -201,7 +206,7 @@ class TaggedForm(CallForm):
         calls.add("}" if opening == ", " else "{}")
         calls.finish()
         if mark != self.end:
-            yield from unread.to([self.end], _ignore)
+            yield from self._read_end(unread)
 
     def _read_value(self, unread: UnreadText, calls: Calls, types: frozenset[str]) -> Steps[None]:
         early: list[str] = []
