@@ -155,7 +155,7 @@ class ResponseWriter:
         return self._event("failed", response=self._object("failed", error=told) | {"store": False})
 
     def _think(self, text: str) -> Iterator[ServerSent]:
-        item, self._has_thought = self._item, True
+        item, self._has_thought, self._early_logprobs = self._item, True, []
         if not isinstance(item, _Thought):
             item = _Thought(self._next_id("rs"))
             yield from self._begin_item(item)
