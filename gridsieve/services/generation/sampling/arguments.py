@@ -21,16 +21,21 @@ _REFERENCES = 16
 
 
 def resolved(schema: Any, root: Schema) -> Schema:
-    """A schema, or the one that it refers to by name, or as all that it says. root: whose definitions are meant."""
+    """A schema, or the one that it refers to by name, or as all that it says. root: whose definitions are meant.
+
+    It keeps a `$ref` that leads nowhere."""
     for _ in range(_REFERENCES):
         if not isinstance(schema, Mapping):
             return {}
         reference, several = schema.get("$ref"), schema.get("allOf")
         if isinstance(reference, str):
-            _, _, path = reference.partition("#/")
-            schema = root
-            for step in path.split("/"):
-                schema = schema.get(step) if isinstance(schema, Mapping) else None
+            base, *steps = reference.split("/")
+            found: Any = root if base == "#" else None
+            for step in steps:
+                found = found.get(step) if isinstance(found, Mapping) else None
+            if not isinstance(found, Mapping):
+                break
+            schema = found
         elif isinstance(several, list) and len(several) == 1 and not _OWN & schema.keys():
             [schema] = several
         else:

@@ -43,7 +43,7 @@ _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:argument
 _NAME = re.compile(r"[^\s<>{}\[\]]+")
 _ANY_TEXT = "(?s:.*)"
 _ANY_KEY = r"/[^<>\s\x00-\x1f]+( [^<>\s\x00-\x1f]+)*/"
-_JOINING = {"anyOf", "oneOf", "allOf"}
+_JOINING = {"anyOf", "oneOf", "allOf", "$ref"}
 _NOT_AT_ROOT = _JOINING | {"const", "enum", "patternProperties", "minProperties", "maxProperties"}
 # Where a schema has others by name.
 _DEFINED = ("$defs", "definitions")
@@ -261,7 +261,8 @@ class TaggedForm(CallForm):
         for place, each in enumerate(leaves(schema, root)):
             of_leaf = f"{name}_{place}"
             if (listed := literals(each)) is not None:
-                written += [f"{literal(one if isinstance(one, str) else json.dumps(one))} {close}" for one in listed]
+                texts = [one if isinstance(one, str) else json.dumps(one) for one in listed]
+                written += [f"{literal(text)} {close}" for text in texts if self.value[1] not in text]
             elif "string" in types_of(each, root):
                 if joined := sorted(_JOINING & each.keys()):
                     raise InvalidRequest(f"cannot be held: {joined[0]} of a text that is written as it is")
@@ -272,6 +273,8 @@ class TaggedForm(CallForm):
             else:
                 rules.append(f"{of_leaf}: %json {json.dumps({**each, **defined})}")
                 written.append(f"{of_leaf} {close}")
+        if not written:
+            raise InvalidRequest("cannot be held: it allows no value that can be written")
         return " | ".join(written)
 
 
