@@ -26,6 +26,7 @@ from gridsieve.services.generation.engine.payoff import ALONE, PERIOD, Payoff
 from gridsieve.services.generation.engine.speculation import Room
 from gridsieve.services.generation.loading.draft_head import draft_sizes, load_draft_head
 from gridsieve.services.generation.loading.mtp import load_mtp
+from gridsieve.services.generation.memory.lease import Borrowed, Lease
 from gridsieve.services.generation.model.drafting import Drafter
 from gridsieve.services.generation.request.batch import Chunk
 from gridsieve.services.generation.request.request import Request
@@ -364,14 +365,23 @@ def test_a_step_is_computed_without_drafts_if_drafting_fails(both: Models) -> No
 
 
 @heads()
-def test_the_head_leaves_out_a_request_that_has_lost_its_blocks_when_its_step_is_read(drafted: Models) -> None:
-    tiny = TinyEngine(drafted.engine, max_num_batched_tokens=4, max_draft_tokens=3, overlap=True)
-    asked = tiny.ask("a", [Text(tuple(range(20, 30)))], SamplingParams(8))
+@pytest.mark.parametrize("live", [False, True])
+def test_the_head_leaves_out_a_request_that_has_lost_its_blocks_when_its_step_is_read(
+    drafted: Models, live: bool
+) -> None:
+    tiny = TinyEngine(drafted.engine, max_num_batched_tokens=4, max_draft_tokens=3, overlap=True, live_blocks=8)
+    request = make_request("a", [Text(tuple(range(20, 30)))], SamplingParams(8)).request
+    if live:
+        lease = Lease(8)
+        tiny.engine.open(lease)
+        tiny.engine.step()
+        request.holding = Borrowed(lease, 0, lambda computed, said: False)
+    tiny.engine.submit(request)
     tiny.engine.step()
-    tiny.engine.cancel(asked.request)
+    tiny.engine.cancel(request)
     with patch.object(Drafter, "forget", side_effect=AssertionError("drafting failed")):
         tiny.drain()
-    assert tiny.engine.stats().blocks_used == 0
+    assert tiny.engine.stats().blocks_used == 8 * live
 
 
 def test_requests_draft_while_that_brings_a_step_more_than_it_costs() -> None:

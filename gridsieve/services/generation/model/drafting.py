@@ -150,7 +150,8 @@ class Drafter:
         for number, chunk in enumerate(chunks):
             request, ids, place = chunk.request, tuple(sampled.get(chunk, ())), int(places[number])
             before = self._reads.pop(request, None)
-            if (chunk.samples and not ids) or request.holding.num_computed_tokens < chunk.known_end:
+            lost = len(request.holding.blocks) * self._cache.sizes.block_tokens < chunk.known_end
+            if (chunk.samples and not ids) or lost:
                 continue
             if before is None or before.end != chunk.start:
                 before = _Read(chunk.start)
