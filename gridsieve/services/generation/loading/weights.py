@@ -78,6 +78,8 @@ def read_weights(
         stays = dtypes.get(name) == FP8
         if not stays:
             stored = blocks.dequantised(full, stored)
+        if blocks.is_scale(full) and stored.numel() == 1:  # of a matrix that is one block
+            stored = stored.view(1, 1)
         if not stays and (found := _OF_EXPERT.fullmatch(name)):
             for stacked, whole in experts.stack(found, stored.to(dtype)):
                 weights[stacked] = _own(stacked, whole, shards, prefix + stacked)
