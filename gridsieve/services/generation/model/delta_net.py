@@ -67,9 +67,9 @@ class GatedDeltaRule(TriedKernels):
     def check(self, exact: GatedDeltaRule, like: Tensor, drawn: Callable[..., Tensor]) -> None:
         chunk, step = (self.kernels.chunk, exact.kernels.chunk), (self.kernels.step, exact.kernels.step)
         for tokens, installed, by_torch in ((70, *chunk), (1, *step), (FEW_TOKENS, *step)):
-            keys, values = (1, tokens, self.key_heads, self.key_dim), (1, tokens, self.value_heads, self.value_dim)
+            keys, values = (2, tokens, self.key_heads, self.key_dim), (2, tokens, self.value_heads, self.value_dim)
             rows = drawn(*keys), drawn(*keys), drawn(*values)
-            state = drawn(1, *self.matrices)
+            state = drawn(2, *self.matrices)
             more = {
                 "g": -drawn(*values[:3]).abs(),
                 "beta": drawn(*values[:3]).sigmoid(),

@@ -97,9 +97,9 @@ class SelectiveScan(TriedKernels):
 
     def check(self, exact: SelectiveScan, like: Tensor, drawn: Callable[..., Tensor]) -> None:
         tokens = self.chunk_tokens + 6
-        convolved = drawn(1, tokens, self.heads * self.head_dim + 2 * self.groups * self.state_dim).to(like.dtype)
-        time_steps, weights = drawn(1, tokens, self.heads).abs(), (-drawn(self.heads).abs(), drawn(self.heads))
-        matrices = drawn(1, *self.matrices)
+        convolved = drawn(2, tokens, self.heads * self.head_dim + 2 * self.groups * self.state_dim).to(like.dtype)
+        time_steps, weights = drawn(2, tokens, self.heads).abs(), (-drawn(self.heads).abs(), drawn(self.heads))
+        matrices = drawn(2, *self.matrices)
         both = ((self, convolved), (exact, convolved.float()))
         for end in (tokens, 1):
             found, expected = (
