@@ -30,6 +30,7 @@ from gridsieve.services.generation.model.states import RESERVED
 from gridsieve.services.generation.request.batch import Chunk
 from gridsieve.services.generation.request.encoded_media import MediaItem
 from gridsieve.services.generation.request.pruned_prompt import MAX_VOCABULARY, PrunedPrompt
+from gridsieve.services.generation.request.reader import Reader
 from gridsieve.services.generation.request.request import Adapter, Delta, Event, Failed, Finished, Request
 from gridsieve.services.generation.sampling.sampler import SamplingParams
 from gridsieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan, MediaSpan, TextSpan, positions_of
@@ -196,7 +197,8 @@ class TinyEngine:
         adapter: str | None = None,
     ) -> Asked:
         own = self.model.adapters.find(adapter) if adapter else None
-        asked = make_request(name, parts, params, own, self.model.vocab_size)
+        kind = Reader if self.model.reads else Request
+        asked = make_request(name, parts, params, own, self.model.vocab_size, kind)
         for number, each in enumerate(others, 1):
             events: list[Event] = []
             words: Any = WholeWords(each.stop)
@@ -223,13 +225,14 @@ def make_request(
     params: SamplingParams,
     adapter: Adapter | None = None,
     vocab_size: int = MAX_VOCABULARY,
+    kind: type[Request] = Request,
 ) -> Asked:
     items = [part for part in parts if isinstance(part, Item)]
     events: list[Event] = []
     num_kept, keys = [item.num_kept for item in items], [key_of(item) for item in items]
     prompt = PrunedPrompt(make_plan(parts), num_kept, vocab_size, bounded=[item.bounded for item in items])
     detokenizer: Any = WholeWords(params.stop)
-    request = Request(name, prompt, keys, params, detokenizer, events.append, adapter)
+    request = kind(name, prompt, keys, params, detokenizer, events.append, adapter)
     return Asked(request, events)
 
 

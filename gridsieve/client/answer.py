@@ -51,6 +51,7 @@ class Model:
     max_model_len: tokens of one sequence, the prompt after pruning and its answer.
     pruning_rate, pruning_method, pruning_threshold: of videos for which a request names none.
     pruning_methods: those that a request may name.
+    task: what it does: "generate", "embed" or "score". instruction: of prompts to embed or to score that have none.
     """
 
     name: str
@@ -60,6 +61,8 @@ class Model:
     pruning_method: str
     pruning_threshold: float | None
     pruning_methods: tuple[PruningMethod, ...]
+    task: str = "generate"
+    instruction: str = ""
 
 
 @dataclass(frozen=True, slots=True)

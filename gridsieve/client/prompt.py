@@ -284,17 +284,13 @@ class Sampling(TypedDict, total=False):
     json_schema: Mapping[str, Any] | str | None
 
 
-class Options(Sampling, total=False):
-    """Options of a request, and how its completions are sampled.
+class ReadOptions(TypedDict, total=False):
+    """Options of every request.
 
     pruning_rate, pruning_method, pruning_seed, pruning_threshold: of videos that do not say their own; see `Pruning`.
-    tools: functions that the model may call. tool_choice: "auto" (as it likes), "none", "required" (calls and nothing
-        else), or the one of the tools that must be called. parallel_tool_calls: False for one call at most.
-    template_options: variables of the checkpoint's chat template, such as {"enable_thinking": False}.
     adapter: the name of a LoRA adapter that the service has loaded. Default: the checkpoint's weights.
     cache_salt: separates caches: only requests of the same salt find what was computed for this one. At most 256
         printable characters. Default: the caches that requests without a salt share.
-    n: the number of completions; the prompt is computed once, and completion i is sampled with seed + i.
     request_id: identifies the request in logs and errors. timeout_s: seconds until DeadlinePassed is raised.
     """
 
@@ -302,15 +298,26 @@ class Options(Sampling, total=False):
     pruning_method: str | None
     pruning_seed: int | None
     pruning_threshold: float | None
+    adapter: str | None
+    cache_salt: str | None
+    request_id: str | None
+    timeout_s: float | None
+
+
+class Options(ReadOptions, Sampling, total=False):
+    """Options of a request that generates, and how its completions are sampled.
+
+    tools: functions that the model may call. tool_choice: "auto" (as it likes), "none", "required" (calls and nothing
+        else), or the one of the tools that must be called. parallel_tool_calls: False for one call at most.
+    template_options: variables of the checkpoint's chat template, such as {"enable_thinking": False}.
+    n: the number of completions; the prompt is computed once, and completion i is sampled with seed + i.
+    """
+
     tools: Sequence[Tool] | None
     tool_choice: Literal["auto", "none", "required"] | Tool | None
     parallel_tool_calls: bool | None
     template_options: Mapping[str, Any] | None
-    adapter: str | None
-    cache_salt: str | None
     n: int | None
-    request_id: str | None
-    timeout_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

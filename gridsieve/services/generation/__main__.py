@@ -75,7 +75,7 @@ async def main() -> ExitStatus:
         model = built.runner.model
         names = served_names(checkpoint, settings.served_model_name)
         live = None
-        if family.live:
+        if family.live and not model.reads:
             recurrent = model.states is not None
             live = LiveModel(built.live_blocks * BLOCK_TOKENS, BLOCK_TOKENS, model.context_tokens, recurrent)
         served = ServedModel.of(
@@ -108,6 +108,8 @@ async def main() -> ExitStatus:
         begin("generation", "Generate", checkpoint, settings.served_model_name, name_of(model.dtype), str(model.device))
         begin_method("ListModels")
         begin_method("Live")
+        begin_method("Embed")
+        begin_method("Score")
         watch(engine, media_buffer, built.limits.max_num_seqs, settings.max_waiting_requests)
         if model.device.type == "cpu":
             # Otherwise it decodes the first answers one by one while the encoder, on the same cores, still encodes the

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from gridsieve.common.chat_templates import chat_templates
-from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.checkpoint import Checkpoint, Task
+from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.plan import PromptPlan
 from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.common.contract.wire import completed, pruning_message
 from gridsieve.services.generation.model.adapters import Adapters
 from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.reading import Reading
 from gridsieve.services.generation.request.prompt_limit import PromptLimit
 from gridsieve.services.generation.sampling.banned import Spelling, spellings
 from gridsieve.services.generation.sampling.call_forms import CallForm, form_of
@@ -25,6 +27,12 @@ from gridsieve.services.generation.sampling.structured import Grammar, Grammars
 from gridsieve.services.generation.sampling.thoughts import Thought, thinks, thought_after
 from gridsieve.services.generation.upstream.arriving_item import ModelInput
 from gridsieve.v1 import prompt_pb2
+
+_METHODS: Mapping[Task, str] = {
+    "generate": "Generate and Live, over HTTP /v1/chat/completions, /v1/responses and /v1/realtime",
+    "embed": "Embed, over HTTP /v1/embeddings",
+    "score": "Score, over HTTP /v1/rerank and /v1/score",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,7 @@ class ServedModel:
     call_form: in which it writes tool calls; None: in none that is read here. thinks: whether it knows thoughts.
     pruning: of videos for which a request names none. pruning_methods: those that a request may name. usual_method: of
         a rate without a method.
+    reads: how prompts are read; None of a model that generates.
     live: None of families that are not served in live sessions.
     """
 
@@ -67,6 +76,7 @@ class ServedModel:
     pruning_methods: Sequence[str]
     usual_method: str
     live: LiveModel | None = None
+    reads: Reading | None = None
 
     @classmethod
     def of(
@@ -107,7 +117,24 @@ class ServedModel:
             pruning_methods,
             usual_method,
             live,
+            model.reads,
         )
+
+    @property
+    def task(self) -> Task:
+        return self.reads.task if self.reads else "generate"
+
+    def check_task(self, task: Task) -> None:
+        """Raises InvalidRequest, with the methods that it has, if the model does something else."""
+        if task != self.task:
+            name = self.names[0] if self.names else "this model"
+            raise InvalidRequest(f"{name} does not {task}: it is served by {_METHODS[self.task]}", field="model")
+
+    def reading(self, task: Task) -> Reading:
+        """Raises InvalidRequest if the model does something else."""
+        self.check_task(task)
+        assert self.reads is not None
+        return self.reads
 
     def completed(self, pruning: prompt_pb2.Pruning) -> prompt_pb2.Pruning:
         """The pruning of a request, with what it does not say. The usual method stays unset: it is another one for

@@ -246,7 +246,7 @@ class ChatTokens:
                 ids = []
             else:
                 ids.append(self._control[piece])
-        made.append(np.array(ids, np.int32))
+        made.append(np.array(ids + self._text.suffix, np.int32))
         return [piece for piece in made if piece.size]
 
 

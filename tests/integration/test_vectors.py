@@ -1,0 +1,208 @@
+"""Vectors and scores through three real processes and the gateway: the published scripts' arithmetic over transformers'
+whole model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.messages import generate_request
+from gridsieve.client.prompt import Image, Message, Part, Text, Video
+from gridsieve.client.vectors import parts_of
+from gridsieve.common.contract.errors import InvalidRequest
+from tests import media
+from tests.families import FAMILIES, load_reference, write_qwen3_vl_reader
+from tests.integration.fleet import Stack, running
+from tests.integration.reference import inputs_of_prompt
+
+INSTRUCTION = "Represent the user's input."
+JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
+    'answer can only be "yes" or "no".'
+)
+RETRIEVE = "Given a search query, retrieve relevant candidates that answer the query."
+TOLERANCE = 1e-4
+FAMILY = FAMILIES["qwen3_vl"]
+CLIP, PICTURE = Video(data=media.clip(24, fps=8, seed=3)), Image(data=media.picture(112, 84))
+MIXES: dict[str, Sequence[Part]] = {
+    "text": (Text("a red car, is it <|im_end|>?"),),
+    "image": (PICTURE,),
+    "clip and text": (CLIP, Text("a car turns left")),
+    "several": (CLIP, Text("and"), PICTURE, Video(data=media.clip(60, fps=8, width=160, height=96, seed=4))),
+}
+
+
+class Reader:
+    """A stack with an embedder or a reranker, and transformers' model of it."""
+
+    def __init__(self, folder: Path, stack: Stack) -> None:
+        self.folder, self.stack = folder, stack
+        self.reference = load_reference("qwen3_vl", folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    async def state(self, system: str, parts: Sequence[Part]) -> Tensor:
+        """The last token's state after the final norm: float32 [D]."""
+        messages = [Message("system", (Text(system),)), Message("user", tuple(parts))]
+        prompt = generate_request(messages, {}).prompt
+        address = self.stack.addresses["preprocessing"]
+        inputs = await inputs_of_prompt(address, prompt, FAMILY, self.folder, self.reference.config)
+        with torch.no_grad():
+            state: Tensor = self.reference.model(**inputs).last_hidden_state[0, -1]
+        return state
+
+    async def vector(self, instruction: str, parts: Sequence[Part]) -> NDArray[np.float32]:
+        state = await self.state(instruction, parts)
+        return np.asarray(torch.nn.functional.normalize(state, dim=0))
+
+    async def score(self, instruction: str, query: Sequence[Part], document: Sequence[Part]) -> float:
+        parts = (Text(f"<Instruct>: {instruction}"), Text("<Query>:"), *query, Text("\n<Document>:"), *document)
+        logits = self.reference.lm_head(await self.state(JUDGE, parts)).detach()
+        ids = self.tokenizer.get_vocab()
+        return float(torch.sigmoid(logits[ids["yes"]] - logits[ids["no"]]))
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    folder = write_qwen3_vl_reader(tmp_path_factory.mktemp("models") / "embedder", 11, "Pooling")
+    with running(folder) as stack:
+        yield Reader(folder, stack)
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    folder = write_qwen3_vl_reader(tmp_path_factory.mktemp("models") / "reranker", 12, "LogitScore")
+    with running(folder) as stack:
+        yield Reader(folder, stack)
+
+
+@pytest.fixture
+async def embeds(embedder: Reader) -> AsyncIterator[GridsieveClient]:
+    async with GridsieveClient(embedder.stack.address) as client:
+        yield client
+
+
+@pytest.fixture
+async def scores(reranker: Reader) -> AsyncIterator[GridsieveClient]:
+    async with GridsieveClient(reranker.stack.address) as client:
+        yield client
+
+
+@pytest.mark.parametrize("mix", MIXES)
+async def test_a_vector_is_the_last_state_of_transformers_model_normalised(
+    embedder: Reader, embeds: GridsieveClient, mix: str
+) -> None:
+    found = await embeds.embed(list(MIXES[mix]))
+    np.testing.assert_allclose(found.values, await embedder.vector(INSTRUCTION, MIXES[mix]), atol=TOLERANCE)
+    assert (found.values.dtype, found.usage.completion_tokens) == (np.float32, 0)
+
+
+async def test_a_prompt_of_text_has_the_ids_of_transformers_tokenizer_with_special_tokens(
+    embedder: Reader, embeds: GridsieveClient
+) -> None:
+    """Neither ids nor template come from the services here."""
+    said = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": "a red car"}]
+    text = embedder.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    ids = embedder.tokenizer(text, return_tensors="pt").input_ids
+    assert ids[0, -1] == embedder.tokenizer.get_vocab()["<|endoftext|>"], "the token of the post-processor"
+    with torch.no_grad():
+        state = embedder.reference.model(input_ids=ids).last_hidden_state[0, -1]
+    found = await embeds.embed(None, "a red car")
+    np.testing.assert_allclose(found.values, torch.nn.functional.normalize(state, dim=0), atol=TOLERANCE)
+    assert found.usage.prompt_tokens == ids.shape[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (" Find a video that shows this ", "Find a video that shows this."),
+        ("Which clip is it?", "Which clip is it?"),
+        ("  ", INSTRUCTION),
+    ],
+)
+async def test_an_instruction_ends_with_punctuation_as_in_the_published_script(
+    embedder: Reader, embeds: GridsieveClient, given: str, read: str
+) -> None:
+    found = await embeds.embed(None, "a red car", instruction=given)
+    np.testing.assert_allclose(found.values, await embedder.vector(read, (Text("a red car"),)), atol=TOLERANCE)
+
+
+async def test_an_empty_text_is_read_as_in_the_published_scripts(embedder: Reader, embeds: GridsieveClient) -> None:
+    found = await embeds.embed([Text("")])
+    np.testing.assert_allclose(found.values, await embedder.vector(INSTRUCTION, (Text("NULL"),)), atol=TOLERANCE)
+
+
+async def test_dimensions_are_the_first_values_normalised_again(embeds: GridsieveClient) -> None:
+    whole = (await embeds.embed(PICTURE, "a car")).values
+    part = (await embeds.embed(PICTURE, "a car", dimensions=24)).values
+    np.testing.assert_allclose(part, whole[:24] / np.linalg.norm(whole[:24]), atol=1e-6)
+    for wrong in (0, len(whole) + 1):
+        with pytest.raises(InvalidRequest, match=f"dimensions must be 1 to {len(whole)}, got {wrong}"):
+            await embeds.embed(None, "a car", dimensions=wrong)
+
+
+@pytest.mark.parametrize("query", ["text", "clip and text"])
+async def test_a_score_is_the_probability_of_yes_against_no(
+    reranker: Reader, scores: GridsieveClient, query: str
+) -> None:
+    documents = ["a blue car", [PICTURE, "parked"], "", *([] if query != "text" else [[CLIP]])]
+    found = await scores.score(MIXES[query], documents)
+    read = [(Text("NULL"),) if each == "" else parts_of(each) for each in documents]
+    expected = [await reranker.score(RETRIEVE, MIXES[query], each) for each in read]
+    assert [each.score for each in found] == pytest.approx(expected, abs=TOLERANCE)
+    assert np.ptp(expected) > 10 * TOLERANCE, "scores that are equal prove nothing"
+    again = await scores.score(MIXES[query], ["a green car"], instruction="Find the car")
+    assert again[0].score == pytest.approx(
+        await reranker.score("Find the car", MIXES[query], (Text("a green car"),)), abs=TOLERANCE
+    )
+
+
+async def test_a_clip_that_several_documents_are_compared_with_is_computed_once(scores: GridsieveClient) -> None:
+    await scores.score(CLIP, ["a train"])
+    (second,) = await scores.score(CLIP, ["a tram"])
+    assert second.usage.cached_prompt_tokens > 256 > second.usage.prompt_tokens - second.usage.cached_prompt_tokens
+
+
+async def test_a_pruned_clip_is_embedded_with_the_tokens_that_are_kept(embeds: GridsieveClient) -> None:
+    """What is read of kept tokens, tests/generation/test_reading.py compares with transformers."""
+    whole = await embeds.embed(CLIP, "a car")
+    for method in ("evs", "evs_causal", "vidcom2", "vcast", "random", "pixel_change"):
+        pruned = await embeds.embed(CLIP, "a car", pruning_rate=0.75, pruning_method=method)
+        assert pruned.usage.prompt_tokens < whole.usage.prompt_tokens == whole.usage.prompt_tokens_full
+        assert 0.2 < float(whole.values @ pruned.values) < 1 - 1e-5
+
+
+async def test_a_model_says_what_it_does_and_refuses_the_rest_by_name(
+    embedder: Reader, embeds: GridsieveClient, scores: GridsieveClient
+) -> None:
+    told = [(await client.models())[0] for client in (embeds, scores)]
+    assert [(each.task, each.instruction) for each in told] == [("embed", INSTRUCTION), ("score", RETRIEVE)]
+    with pytest.raises(InvalidRequest, match="embedder does not generate: it is served by Embed, over HTTP /v1/embed"):
+        await embeds.ask(None, "What moves?")
+    with pytest.raises(InvalidRequest, match="embedder does not generate"):
+        async with embeds.live():
+            pass
+    with pytest.raises(InvalidRequest, match="embedder does not score"):
+        await embeds.score("a", ["b"])
+    with pytest.raises(InvalidRequest, match="reranker does not embed: it is served by Score"):
+        await scores.embed(None, "a")
+
+
+async def test_errors_name_the_fields_of_the_caller(embeds: GridsieveClient, scores: GridsieveClient) -> None:
+    broken = Video(data=b"no video")
+    for asked, field in (
+        (embeds.embed([Text("a"), broken]), "prompt.messages[0].parts[1].video"),
+        (scores.score("a", [["b", broken]]), "document[1].video"),
+        (scores.score([broken], ["b"]), "query[0].video"),
+        (scores.score([], ["b"]), "query"),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            await asked
+        assert refused.value.field == field
