@@ -3,13 +3,17 @@ whole model."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from openai import AsyncOpenAI
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -21,6 +25,7 @@ from gridsieve.common.contract.errors import InvalidRequest
 from tests import media
 from tests.families import FAMILIES, load_reference, write_qwen3_vl_reader
 from tests.integration.fleet import Stack, running
+from tests.integration.gateway import Gateway, data_url, gateway
 from tests.integration.reference import inputs_of_prompt
 
 INSTRUCTION = "Represent the user's input."
@@ -206,3 +211,137 @@ async def test_errors_name_the_fields_of_the_caller(embeds: GridsieveClient, sco
         with pytest.raises(InvalidRequest) as refused:
             await asked
         assert refused.value.field == field
+
+
+# --- HTTP ---------------------------------------------------------------------------------------------------------
+
+VIDEO = {"type": "video_url", "video_url": {"url": data_url("video/mp4", CLIP.data or b"")}}
+
+
+@pytest.fixture(scope="module")
+def embedding_door(embedder: Reader, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with gateway(embedder.stack.address, tmp_path_factory.mktemp("door")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def ranking_door(reranker: Reader, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with gateway(reranker.stack.address, tmp_path_factory.mktemp("door")) as started:
+        yield started
+
+
+async def posted(door: Gateway, path: str, **body: Any) -> Any:
+    async with httpx.AsyncClient(base_url=door.url, timeout=60) as http:
+        response = await http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_openais_client_gets_vectors_of_texts(embedding_door: Gateway, embeds: GridsieveClient) -> None:
+    """It asks for base64 unless told otherwise."""
+    texts = ["a red car", "", *(f"car {number}" for number in range(40))]
+    expected = [(await embeds.embed([Text(each)], dimensions=16)).values for each in texts[:3]]
+    async with AsyncOpenAI(base_url=f"{embedding_door.url}/v1", api_key="none") as client:
+        several = await client.embeddings.create(model="embedder", input=texts, dimensions=16)
+        one = await client.embeddings.create(model="embedder", input=texts[0], dimensions=16, encoding_format="float")
+    assert [each.index for each in several.data] == list(range(len(texts)))
+    np.testing.assert_allclose([each.embedding for each in several.data[:3]], expected, atol=1e-6)
+    np.testing.assert_allclose(one.data[0].embedding, expected[0], atol=1e-6)
+    assert several.usage.prompt_tokens == several.usage.total_tokens > one.usage.prompt_tokens > 10
+
+
+MESSAGES: dict[str, Any] = {
+    "as the client sends them": {},
+    "with vLLM's end": {"continue_final_message": True, "add_special_tokens": True},
+}
+
+
+@pytest.mark.parametrize("form", MESSAGES)
+async def test_vllms_messages_have_the_vector_of_their_clip(
+    embedder: Reader, embedding_door: Gateway, form: str
+) -> None:
+    messages: list[Any] = [
+        {"role": "system", "content": [{"type": "text", "text": "Find the video."}]},
+        {"role": "user", "content": [VIDEO, {"type": "text", "text": "a car"}]},
+    ]
+    if form != "as the client sends them":
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": ""}]})
+    body = MESSAGES[form] | {"messages": messages, "encoding_format": "base64"}
+    told = await posted(embedding_door, "/v1/embeddings", **body)
+    values = np.frombuffer(base64.b64decode(told["data"][0]["embedding"]), "<f4")
+    expected = await embedder.vector("Find the video.", (CLIP, Text("a car")))
+    np.testing.assert_allclose(values, expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
+async def test_documents_are_ranked_as_cohere_and_vllm_rank_them(
+    ranking_door: Gateway, scores: GridsieveClient, path: str
+) -> None:
+    documents = ["a blue car", {"text": "a tram"}, {"content": [VIDEO]}, {"content": [{"type": "text", "text": "x"}]}]
+    found = await scores.score("a car", ["a blue car", "a tram", CLIP, "x"], instruction="Find it.")
+    expected = [each.score for each in found]
+    best = sorted(range(4), key=lambda index: -expected[index])
+    asked = {"query": "a car", "documents": documents, "instruction": "Find it."}
+    told = await posted(ranking_door, path, **asked, top_n=3, return_documents=True)
+    assert [each["index"] for each in told["results"]] == best[:3]
+    assert [each["relevance_score"] for each in told["results"]] == pytest.approx([expected[each] for each in best[:3]])
+    shown = {0: {"text": "a blue car"}}.get(best[0], documents[best[0]])
+    assert told["results"][0]["document"] == shown
+    assert told["usage"]["total_tokens"] == sum(each.usage.prompt_tokens for each in found)
+    plain = await posted(ranking_door, path, **asked)
+    assert [set(each) for each in plain["results"]] == [{"index", "relevance_score"}] * 4
+
+
+@pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents")])
+async def test_vllms_scores_are_of_one_query_or_of_one_for_each_document(
+    ranking_door: Gateway, scores: GridsieveClient, names: tuple[str, str]
+) -> None:
+    first, second = names
+    expected = [each.score for each in await scores.score("a", ["b", "c"])]
+    told = await posted(ranking_door, "/v1/score", **{first: "a", second: ["b", "c"]})
+    assert [each["score"] for each in told["data"]] == pytest.approx(expected)
+    each = await posted(ranking_door, "/v1/score", **{first: ["a", "a"], second: ["b", "c"]})
+    assert [one["score"] for one in each["data"]] == pytest.approx(expected)
+
+
+BROKEN = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/embeddings", {"input": [1, 2]}, "input[0]"),
+    ("/v1/embeddings", {}, "input"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
+    ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
+    ("/v1/embeddings", {"messages": [{"role": "user", "content": [BROKEN]}]}, "messages[0].content[0].video_url.url"),
+    (
+        "/v1/embeddings",
+        {"messages": [{"role": "user", "content": "a"}], "continue_final_message": True},
+        "continue_final_message",
+    ),
+    (
+        "/v1/embeddings",
+        {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}], "instruction": "b"},
+        "instruction",
+    ),
+    ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1"),
+    ("/v1/score", {"queries": "a"}, "documents"),
+    ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
+    ("/v1/rerank", {"query": "a", "documents": ["b", {"content": [BROKEN]}]}, "documents[1].content[0].video_url.url"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), REFUSED)
+def test_a_wrong_body_is_refused_by_the_name_of_its_field(
+    embedding_door: Gateway, ranking_door: Gateway, path: str, body: dict[str, Any], field: str
+) -> None:
+    door = embedding_door if path == "/v1/embeddings" else ranking_door
+    with door.http() as http:
+        response = http.post(path, json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field), response.text
+
+
+def test_models_say_what_they_do_and_a_question_to_one_that_embeds_is_refused(embedding_door: Gateway) -> None:
+    with embedding_door.http() as http:
+        told = http.get("/v1/models/embedder").json()
+        assert (told["task"], told["instruction"]) == ("embed", INSTRUCTION)
+        asked = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "What moves?"}]})
+    assert asked.status_code == 400
+    assert "embedder does not generate: it is served by Embed, over HTTP /v1/embeddings" in asked.text

@@ -60,7 +60,7 @@ def turns_of(request: ChatRequest, uploads: Uploads) -> list[Turn]:
     """Raises InvalidRequest for a part that cannot be what it says, and for one that its role cannot have."""
 
     def read(part: AnyPart, name: str) -> tuple[Part, MediaNames | None]:
-        return _part(part, name, request, uploads)
+        return part_of(part, name, request, uploads)
 
     turns = []
     for number, message in enumerate(request.messages):
@@ -145,7 +145,8 @@ def location_in(part: Strict, fields: Sequence[str]) -> str:
     return f"{field}.url" if isinstance(getattr(part, field), Location) else field
 
 
-def _part(part: AnyPart, name: str, request: ChatRequest, uploads: Uploads) -> tuple[Part, MediaNames | None]:
+def part_of(part: AnyPart, name: str, request: MediaOptions, uploads: Uploads) -> tuple[Part, MediaNames | None]:
+    """The part of a message, and its names if it is an image or a video. request: with options of all its media."""
     if isinstance(part, TextPart):
         return Text(part.text), None
     if isinstance(part, EmbedsPart):

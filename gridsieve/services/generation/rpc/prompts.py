@@ -36,9 +36,11 @@ def in_words(name_of: NameOf) -> Iterator[None]:
 
 
 def embed_prompt(request: generation_pb2.EmbedRequest, reading: Reading) -> tuple[prompt_pb2.Prompt, NameOf]:
-    """Raises InvalidRequest for an instruction beside a system message."""
+    """Raises InvalidRequest for a prompt without messages, and for an instruction beside a system message."""
     prompt = request.prompt
-    if prompt.messages and prompt.messages[0].role == prompt_pb2.ROLE_SYSTEM:
+    if not prompt.messages:
+        raise InvalidRequest("must hold at least one message, it is empty", field="prompt.messages")
+    if prompt.messages[0].role == prompt_pb2.ROLE_SYSTEM:
         if request.HasField("instruction"):
             raise InvalidRequest("must not be set: the prompt begins with a system message", field="instruction")
         return prompt, str
