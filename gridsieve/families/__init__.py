@@ -117,7 +117,12 @@ FAMILIES = (
         positions="M-RoPE, time in seconds",
         live=True,
     ),
-    _QWEN3(model_type="qwen3_vl", models="Qwen3-VL, its Embedding and Reranker", tower="tower:load_qwen3_vl", text="text:QWEN3_VL"),
+    _QWEN3(
+        model_type="qwen3_vl",
+        models="Qwen3-VL, its Embedding and Reranker",
+        tower="tower:load_qwen3_vl",
+        text="text:QWEN3_VL",
+    ),
     _QWEN3(
         model_type="qwen3_vl_moe",
         models="Qwen3-VL, mixture of experts",

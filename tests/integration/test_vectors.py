@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,18 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from gridsieve.client.client import GridsieveClient
+from gridsieve.client.encoding import encode
 from gridsieve.client.messages import generate_request
-from gridsieve.client.prompt import Image, Message, Part, Text, Video
+from gridsieve.client.prompt import Image, Message, Part, Pruning, Text, Video
 from gridsieve.client.vectors import parts_of
 from gridsieve.common.contract.errors import InvalidRequest
 from tests import media
-from tests.families import FAMILIES, load_reference, write_qwen3_vl_reader
+from tests.families import FAMILIES, load_reference, text_and_head, write_qwen3_vl_reader
+from tests.integration.before_tower import parts_of_plan
 from tests.integration.fleet import Stack, running
 from tests.integration.gateway import Gateway, data_url, gateway
-from tests.integration.reference import inputs_of_prompt
+from tests.integration.reference import inputs_of_prompt, plan_and_frames
+from tests.oracle import Item, expected_sequence, expected_states
 
 INSTRUCTION = "Represent the user's input."
 JUDGE = (
@@ -175,13 +179,24 @@ async def test_a_clip_that_several_documents_are_compared_with_is_computed_once(
     assert second.usage.cached_prompt_tokens > 256 > second.usage.prompt_tokens - second.usage.cached_prompt_tokens
 
 
-async def test_a_pruned_clip_is_embedded_with_the_tokens_that_are_kept(embeds: GridsieveClient) -> None:
-    """What is read of kept tokens, tests/generation/test_reading.py compares with transformers."""
-    whole = await embeds.embed(CLIP, "a car")
-    for method in ("evs", "evs_causal", "vidcom2", "vcast", "random", "pixel_change"):
-        pruned = await embeds.embed(CLIP, "a car", pruning_rate=0.75, pruning_method=method)
-        assert pruned.usage.prompt_tokens < whole.usage.prompt_tokens == whole.usage.prompt_tokens_full
-        assert 0.2 < float(whole.values @ pruned.values) < 1 - 1e-5
+@pytest.mark.parametrize("method", ["evs", "evs_causal", "vidcom2", "vcast", "random", "pixel_change"])
+async def test_of_a_pruned_clip_the_last_state_over_the_kept_tokens_is_read(
+    embedder: Reader, embeds: GridsieveClient, method: str
+) -> None:
+    clip, addresses = replace(CLIP, pruning=Pruning(0.75, method)), embedder.stack.addresses
+    messages = [Message("system", (Text(INSTRUCTION),)), Message("user", (clip, Text("a car")))]
+    plan, _ = await plan_and_frames(addresses["preprocessing"], generate_request(messages, {}).prompt)
+    (encoded,) = await encode(addresses["encoder"], clip, clip.pruning or Pruning())
+    embeddings = np.full((3, encoded.plan.grid.tokens, FAMILY.hidden), np.nan, np.float32)
+    embeddings[:, encoded.kept] = encoded.values
+    config = embedder.reference.config
+    parts = parts_of_plan(plan, embeddings, config)
+    sequence = expected_sequence(parts, [encoded.kept.tolist()], config.video_token_id)
+    text, _ = text_and_head(embedder.reference)
+    state = expected_states(text, sequence, [part for part in parts if isinstance(part, Item)])[-1]
+    found = await embeds.embed(clip, "a car")
+    np.testing.assert_allclose(found.values, torch.nn.functional.normalize(state, dim=0), atol=TOLERANCE)
+    assert found.usage.prompt_tokens == len(sequence.ids) < found.usage.prompt_tokens_full
 
 
 async def test_a_model_says_what_it_does_and_refuses_the_rest_by_name(
