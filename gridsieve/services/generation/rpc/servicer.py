@@ -48,6 +48,9 @@ from gridsieve.services.generation.upstream.media import MediaCall, MediaClient
 from gridsieve.v1 import generation_pb2, generation_pb2_grpc, prompt_pb2
 from gridsieve.v1.generation_pb2 import GenerateRequest, GenerateResponse, LiveRequest, LiveResponse
 
+# As `torch.nn.functional.normalize`.
+_LEAST_NORM = 1e-12
+
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
 Context: TypeAlias = grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]
@@ -163,7 +166,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         del request  # files may be large, as in `Generate`
         row, usage = await reading_it
         values = row[:size].astype(np.float64)
-        embedding = values / np.linalg.norm(values)
+        embedding = values / max(float(np.linalg.norm(values)), _LEAST_NORM)
         return generation_pb2.EmbedResponse(embedding=embedding, request_id=bound_request_id(), usage=usage)
 
     async def Score(
@@ -172,7 +175,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         reading_it = self._reading(*score_prompt(request, self._model.reading("score")), request, context)
         del request
         row, usage = await reading_it
-        score = 1 / (1 + math.exp(-float(row[0])))
+        score = (1 + math.tanh(float(row[0]) / 2)) / 2  # the logistic function, which overflows nowhere
         return generation_pb2.ScoreResponse(score=score, request_id=bound_request_id(), usage=usage)
 
     def _reading(
@@ -182,7 +185,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.EmbedRequest | generation_pb2.ScoreRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> Coroutine[Any, Any, tuple[Float32Array, generation_pb2.Usage]]:
-        """Reads a prompt, which was made of the request: `_row`."""
+        """`_row` of a prompt, which was made of the request."""
         clock, request_id = StageClock(), _request_id(request.request_id)
         adapter = self._model.adapters.find(request.adapter) if request.HasField("adapter") else None
         call, pruning = passed_on(context, self._credentials), self._model.completed(request.pruning)
