@@ -17,7 +17,7 @@ from gridsieve.services.generation.loading.fp8_blocks import fp8_blocks
 from gridsieve.services.generation.loading.int4 import Int4Layers, int4_format
 from gridsieve.services.generation.loading.quantised import TEXT_OF_WHOLE, load_quantised
 from gridsieve.services.generation.loading.quantization_config import Quantization, is_quantised
-from gridsieve.services.generation.loading.reading import reading
+from gridsieve.services.generation.loading.reading import reader_of
 from gridsieve.services.generation.loading.text_family import StoredVectors, TextFamily
 from gridsieve.services.generation.loading.text_model import in_float32, make_text, shard_text, with_output_layer
 from gridsieve.services.generation.loading.weights import fill, has_weights, read_weights, stored_weights
@@ -49,7 +49,7 @@ def load_language_model(
     model = _load(family, checkpoint, dtype, device, group, quantization)
     model = replace(model, position_axes=family.position_axes)
     if checkpoint.task != "generate":
-        model = reading(checkpoint, family, model)
+        model = reader_of(checkpoint, family, model)
     if not family.stored:
         return model
     config = family.config(checkpoint)

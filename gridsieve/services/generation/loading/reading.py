@@ -18,7 +18,7 @@ from gridsieve.services.generation.model.reading import Reading, YesOverNo
 _OUTPUT = "lm_head.weight"
 
 
-def reading(checkpoint: Checkpoint, family: TextFamily, model: LanguageModel) -> LanguageModel:
+def reader_of(checkpoint: Checkpoint, family: TextFamily, model: LanguageModel) -> LanguageModel:
     """The model with the output layer of the checkpoint's task. Raises StartupError if its family lacks such models."""
     how = next((each for each in family.readings if each.task == checkpoint.task), None)
     if how is None:
