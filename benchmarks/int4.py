@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,8 @@ def models() -> Iterator[dict[str, LanguageModel]]:
     keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Checkpoint(write_checkpoint(Path(folder), SHAPE, 1, torch.bfloat16))
-        yield {kind: load_language_model(checkpoint, torch.bfloat16, CPU, in_int4=kind == "int4") for kind in KINDS}
+        load = partial(load_language_model, checkpoint, torch.bfloat16, CPU)
+        yield {"int4": load(quantization="int4"), "bfloat16": load()}
 
 
 def steps(rounds: int) -> list[Row]:

@@ -26,7 +26,8 @@ from gridsieve.client import live as watching
 from gridsieve.client.answer import Answer, Delta, Event, Finished
 from gridsieve.client.credentials import Access
 from gridsieve.client.live_events import LiveEvent
-from gridsieve.client.prompt import LiveOptions, Message, Options, PartLike, Sampling, StrPath
+from gridsieve.client.prompt import LiveOptions, Message, Options, PartLike, ReadOptions, Sampling, StrPath
+from gridsieve.client.vectors import Content, Embedding, Score
 
 T = TypeVar("T")
 
@@ -72,6 +73,29 @@ class GridsieveClient:
     ) -> Iterator[Event]:
         """Yields the events of a request as they arrive; leaving the loop early cancels the request."""
         return self._iterated(self._client.stream(media, question, history=history, **options))
+
+    def embed(
+        self,
+        media: PartLike | Sequence[PartLike] | None,
+        text: str = "",
+        *,
+        instruction: str | None = None,
+        dimensions: int | None = None,
+        **options: Unpack[ReadOptions],
+    ) -> Embedding:
+        """The vector of media and text, by a model that embeds."""
+        return self._run(self._client.embed(media, text, instruction=instruction, dimensions=dimensions, **options))
+
+    def score(
+        self,
+        query: Content,
+        documents: Sequence[Content],
+        *,
+        instruction: str | None = None,
+        **options: Unpack[ReadOptions],
+    ) -> list[Score]:
+        """How well each document answers a query, by a model that scores."""
+        return self._run(self._client.score(query, documents, instruction=instruction, **options))
 
     @contextmanager
     def live(self, **options: Unpack[LiveOptions]) -> Iterator[LiveSession]:

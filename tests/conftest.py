@@ -39,24 +39,10 @@ structlog.configure(
     ]
 )
 
-# One worker runs all tests that share services, or a second one would start them again. In integration/ they share the
-# stack, but for these.
-FLEET = ("event_loop", "killed", "signals")
+# One worker runs all tests of these folders, which share services, or a second one would start them again.
+SHARED = ("deploy", "integration")
 # In generation/ these share the processes of ranks.
 RANKS = ("fp8_products", "int4", "quantised", "quantised_experts", "tensor_parallel")
-# These have services of their own alone.
-OWN = (
-    "affinity",
-    "guarded",
-    "live",
-    "live_streams",
-    "minicpmv",
-    "minicpmv4_6",
-    "nemotron",
-    "prefill_during_encoding",
-    "serve",
-    "tight_buffers",
-)
 # Long files go first, so that no worker is left with one at the end. Folders that are not named here come last.
 LONGEST_FIRST = ("integration", "generation", "encoder", "gridsieve", "preprocessing")
 
@@ -83,13 +69,9 @@ class FileScheduling(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         path = Path(nodeid.split("::")[0])
         folder, name = path.parent.name, path.stem.removeprefix("test_")
-        if folder == "deploy":
+        if folder in SHARED:
             return folder
-        if folder == "generation" and name in RANKS:
-            return "ranks"
-        if folder != "integration" or name in OWN:
-            return str(path)
-        return "fleet" if name in FLEET else "stack"
+        return "ranks" if folder == "generation" and name in RANKS else str(path)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -180,26 +180,35 @@ def expected_logprobs(
     answer: Sequence[int],
     linear: bool = False,
 ) -> Tensor:
-    """Log-probabilities of each token of an answer, teacher-forced: float32 [len(answer), V].
+    """Log-probabilities of each token of an answer, teacher-forced: float32 [len(answer), V]."""
+    return lm_head(expected_states(text_model, expected, items, answer, linear)).log_softmax(dim=-1)
+
+
+@torch.no_grad()
+def expected_states(
+    text_model: nn.Module, expected: Expected, items: Sequence[Item], answer: Sequence[int] = (), linear: bool = False
+) -> Tensor:
+    """The states after the final norm of a prompt's last token and of all tokens of an answer but its last.
 
     One unchunked forward of transformers' own text model over the gathered sequence and the answer. linear: it takes
-    one-dimensional positions.
+    one-dimensional positions. Returns float32 [1 or len(answer), D].
     """
     ids = [*expected.ids, *answer[:-1]]
     embeds = text_model.get_input_embeddings()(torch.tensor(ids))  # type: ignore[operator]
     media = [(row, source) for row, source in enumerate(expected.rows) if source is not None]
     for row, (item, token) in media:
         embeds[row] = torch.from_numpy(items[item].embeds[token])
-    positions = [*expected.positions, *[(len(expected.ids) + i + expected.delta,) * 3 for i in range(len(answer) - 1)]]
+    said = len(ids) - len(expected.ids)
+    positions = [*expected.positions, *[(len(expected.ids) + i + expected.delta,) * 3 for i in range(said)]]
     axes = torch.tensor(positions).T  # [3, n]
-    hidden = text_model(
+    states: Tensor = text_model(
         inputs_embeds=embeds[None],
         attention_mask=torch.ones(1, len(ids), dtype=torch.long),  # without it, gaps in positions separate sequences
         position_ids=axes[:1] if linear else axes[:, None],
         use_cache=False,
         **_deepstack(len(ids), media, items),
     ).last_hidden_state[0]
-    return lm_head(hidden[len(expected.ids) - 1 :]).log_softmax(dim=-1)
+    return states[len(expected.ids) - 1 :]
 
 
 def _deepstack(

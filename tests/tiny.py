@@ -30,6 +30,7 @@ from gridsieve.services.generation.model.states import RESERVED
 from gridsieve.services.generation.request.batch import Chunk
 from gridsieve.services.generation.request.encoded_media import MediaItem
 from gridsieve.services.generation.request.pruned_prompt import MAX_VOCABULARY, PrunedPrompt
+from gridsieve.services.generation.request.reader import Reader
 from gridsieve.services.generation.request.request import Adapter, Delta, Event, Failed, Finished, Request
 from gridsieve.services.generation.sampling.sampler import SamplingParams
 from gridsieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan, MediaSpan, TextSpan, positions_of
@@ -143,11 +144,6 @@ class Asked:
         return next((event for event in self.events if isinstance(event, Failed)), None)
 
 
-class AlwaysPays(Payoff):
-    def pays(self, request: Request) -> bool:
-        return True
-
-
 @dataclass
 class TinyEngine:
     """totals: the sums over all steps, by the names of `Step`."""
@@ -184,7 +180,7 @@ class TinyEngine:
             self.on_end,
             self.overlap,
             StateSlots(slots, RESERVED) if slots else None,
-            self.payoff or (AlwaysPays() if self.model.draft else None),
+            self.payoff,
             self.live_blocks,
         )
 
@@ -201,7 +197,8 @@ class TinyEngine:
         adapter: str | None = None,
     ) -> Asked:
         own = self.model.adapters.find(adapter) if adapter else None
-        asked = make_request(name, parts, params, own, self.model.vocab_size)
+        kind = Reader if self.model.reads else Request
+        asked = make_request(name, parts, params, own, self.model.vocab_size, kind)
         for number, each in enumerate(others, 1):
             events: list[Event] = []
             words: Any = WholeWords(each.stop)
@@ -228,13 +225,14 @@ def make_request(
     params: SamplingParams,
     adapter: Adapter | None = None,
     vocab_size: int = MAX_VOCABULARY,
+    kind: type[Request] = Request,
 ) -> Asked:
     items = [part for part in parts if isinstance(part, Item)]
     events: list[Event] = []
     num_kept, keys = [item.num_kept for item in items], [key_of(item) for item in items]
     prompt = PrunedPrompt(make_plan(parts), num_kept, vocab_size, bounded=[item.bounded for item in items])
     detokenizer: Any = WholeWords(params.stop)
-    request = Request(name, prompt, keys, params, detokenizer, events.append, adapter)
+    request = kind(name, prompt, keys, params, detokenizer, events.append, adapter)
     return Asked(request, events)
 
 

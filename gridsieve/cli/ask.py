@@ -175,8 +175,8 @@ async def stream(
     history: Sequence[Message],
     options: Options,
 ) -> tuple[Finished, str]:
-    """Prints the completion, after progress bars on stderr. Returns how it ended, and its text."""
-    text, finished = "", None
+    """Prints the completion, after progress bars and its thought on stderr. Returns how it ended, and its text."""
+    text, thinks, finished = "", False, None
     try:
         with in_flags([*history, user_turn(parts, question)]), MediaBars() as bars:
             async for event in client.stream(parts, question, history=history, **options):
@@ -187,6 +187,11 @@ async def stream(
                         bars.advanced(event)
                     case Delta():
                         bars.stop()
+                        if event.thought:
+                            typer.secho(event.thought, nl=False, err=True, dim=True)
+                        if event.text and thinks:
+                            typer.echo(err=True)
+                        thinks = bool(event.thought) or (thinks and not event.text)
                         typer.echo(event.text, nl=False)
                         text += event.text
                     case Finished():
@@ -202,6 +207,7 @@ async def stream(
 def answer_json(answer: Answer) -> dict[str, Any]:
     told = {
         "answer": answer.text,
+        **({"thought": answer.thought} if answer.thought else {}),
         "finish_reason": answer.reason,
         "request_id": answer.request_id,
         "usage": _usage_json(answer.usage),

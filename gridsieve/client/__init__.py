@@ -41,6 +41,8 @@ from gridsieve.client.prompt import Video as Video
 from gridsieve.client.tools import Tool as Tool
 from gridsieve.client.tools import ToolCall as ToolCall
 from gridsieve.client.tools import ToolCallDelta as ToolCallDelta
+from gridsieve.client.vectors import Embedding as Embedding
+from gridsieve.client.vectors import Score as Score
 from gridsieve.common.contract.errors import DeadlinePassed as DeadlinePassed
 from gridsieve.common.contract.errors import GridsieveError as GridsieveError
 from gridsieve.common.contract.errors import InvalidRequest as InvalidRequest

@@ -19,7 +19,7 @@ from gridsieve.common.contract.plan import Grid, Modality
 
 class FinishReason(Enum):
     """Why a completion ended: STOP at an end token, stop string or stop token, LENGTH after max_new_tokens, TOOL_CALLS
-    as STOP where it has tool calls, CANCELLED by `LiveSession.cancel`."""
+    as STOP where it has tool calls and none was cut off, CANCELLED by `LiveSession.cancel`."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -51,6 +51,7 @@ class Model:
     max_model_len: tokens of one sequence, the prompt after pruning and its answer.
     pruning_rate, pruning_method, pruning_threshold: of videos for which a request names none.
     pruning_methods: those that a request may name.
+    task: what it does: "generate", "embed" or "score". instruction: of prompts to embed or to score that have none.
     """
 
     name: str
@@ -60,6 +61,8 @@ class Model:
     pruning_method: str
     pruning_threshold: float | None
     pruning_methods: tuple[PruningMethod, ...]
+    task: str = "generate"
+    instruction: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +171,7 @@ class Delta:
     logprobs and top_logprobs have one entry a token, or are empty if not requested.
     token_texts: with logprobs, the text of each token id in token_ids and top_logprobs, decoded alone.
     token_bytes: the bytes of those of them that are only a part of a character.
-    tool_calls: the next parts of tool calls, whose text is not in `text`.
+    tool_calls, thought: the next parts of tool calls and of the thought, whose text is not in `text`.
     """
 
     choice_index: int
@@ -179,6 +182,7 @@ class Delta:
     token_texts: Mapping[int, str] = field(default_factory=dict)
     token_bytes: Mapping[int, bytes] = field(default_factory=dict)
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    thought: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +205,8 @@ Event: TypeAlias = Accepted | Progress | Delta | Finished
 class Choice:
     """One of a request's n answers.
 
-    logprobs, top_logprobs, token_texts, token_bytes and tool_calls are those of its deltas.
+    logprobs, top_logprobs, token_texts, token_bytes, tool_calls and thought are those of its deltas. A call that was
+    cut off by the end of an answer (STOP) is only in `text`.
     """
 
     index: int
@@ -213,14 +218,15 @@ class Choice:
     token_texts: Mapping[int, str] = field(default_factory=dict)
     token_bytes: Mapping[int, bytes] = field(default_factory=dict)
     tool_calls: tuple[ToolCall, ...] = ()
+    thought: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The complete result of a request: its n answers, usage and timings.
 
-    choices: the answers, as OpenAI calls them. text, token_ids, logprobs, top_logprobs, tool_calls, reason: those of
-    the first one.
+    choices: the answers, as OpenAI calls them. text, token_ids, logprobs, top_logprobs, tool_calls, thought, reason:
+    those of the first one.
     usage: completion_tokens is the sum over all answers.
     timings: generate_s ends with the last answer.
     """
@@ -251,6 +257,10 @@ class Answer:
         return self.choices[0].tool_calls
 
     @property
+    def thought(self) -> str:
+        return self.choices[0].thought
+
+    @property
     def reason(self) -> FinishReason:
         return self.choices[0].reason
 
@@ -261,6 +271,7 @@ class Answer:
 def choice_of(finished: Finished, deltas: Sequence[Delta]) -> Choice:
     """Joins the deltas of the finished completion; deltas of other completions are ignored."""
     own = [delta for delta in deltas if delta.choice_index == finished.choice_index]
+    calls = joined_calls([part for delta in own for part in delta.tool_calls])
     return Choice(
         index=finished.choice_index,
         text="".join(delta.text for delta in own),
@@ -270,7 +281,8 @@ def choice_of(finished: Finished, deltas: Sequence[Delta]) -> Choice:
         reason=finished.reason,
         token_texts={token_id: text for delta in own for token_id, text in delta.token_texts.items()},
         token_bytes={token_id: data for delta in own for token_id, data in delta.token_bytes.items()},
-        tool_calls=joined_calls([part for delta in own for part in delta.tool_calls]),
+        tool_calls=calls[:-1] if finished.reason is FinishReason.STOP else calls,
+        thought="".join(delta.thought for delta in own),
     )
 
 

@@ -11,9 +11,11 @@ It owns the gRPC call and the mapping of its errors; `messages` converts to prot
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Self, TypeAlias, Unpack
+from typing import Any, Self, TypeAlias, Unpack
+
+import numpy as np
 
 from gridsieve.client.answer import (
     Accepted,
@@ -27,20 +29,28 @@ from gridsieve.client.answer import (
     cost_of,
 )
 from gridsieve.client.credentials import Access, credentials_of
-from gridsieve.client.events import event_of
+from gridsieve.client.events import event_of, usage_of
 from gridsieve.client.live import LiveSession
-from gridsieve.client.messages import generate_request, in_words_of_python, live_open
-from gridsieve.client.prompt import LiveOptions, Message, Options, PartLike, user_turn
+from gridsieve.client.messages import embed_request, generate_request, in_words_of_python, live_open, score_request
+from gridsieve.client.prompt import LiveOptions, Message, Options, PartLike, ReadOptions, user_turn
+from gridsieve.client.vectors import Content, Embedding, Score, parts_of, together
 from gridsieve.common.affinity import Affinity, media_key
 from gridsieve.common.channels import REQUEST_ID_KEY, open_channel, read_from, upstream_errors
 from gridsieve.common.contract.errors import PeerContract, Unavailable
 from gridsieve.common.contract.wire import pruning_of
 from gridsieve.common.retries import Attempts, Retries
-from gridsieve.v1 import generation_pb2, generation_pb2_grpc
+from gridsieve.v1 import generation_pb2, generation_pb2_grpc, prompt_pb2
 
 # Not "localhost", which names two addresses: a server that finds one of them taken listens on the other alone, and a
 # client may then reach a different process.
 DEFAULT_ADDRESS = "127.0.0.1:50053"
+
+_TASKS = {
+    generation_pb2.TASK_UNSPECIFIED: "generate",
+    generation_pb2.TASK_GENERATE: "generate",
+    generation_pb2.TASK_EMBED: "embed",
+    generation_pb2.TASK_SCORE: "score",
+}
 
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 
@@ -123,6 +133,97 @@ class GridsieveClient:
         async with aclosing(self.events([*history, user_turn(media, question)], options)) as events:
             async for event in events:
                 yield event
+
+    async def embed(
+        self,
+        media: PartLike | Sequence[PartLike] | None,
+        text: str = "",
+        *,
+        instruction: str | None = None,
+        dimensions: int | None = None,
+        **options: Unpack[ReadOptions],
+    ) -> Embedding:
+        """The vector of media and text, by a model that embeds.
+
+        media, text: as the media and the question of `stream`.
+        instruction: what the vector is for. Default: the model's own (`Model.instruction`).
+        dimensions: how many of the first values the vector has. Default: all.
+        Raises the same errors as `stream`; InvalidRequest if the model does not embed.
+        """
+        return await self.embedding([user_turn(media, text)], instruction, dimensions, options)
+
+    async def embedding(
+        self,
+        messages: Sequence[Message],
+        instruction: str | None,
+        dimensions: int | None,
+        options: ReadOptions,
+        *,
+        metadata: Metadata = (),
+    ) -> Embedding:
+        """`embed` for a conversation that is given whole."""
+        request = await asyncio.to_thread(embed_request, messages, instruction, dimensions, options)
+        key = media_key(request.prompt)
+        response = await self._read(self._generation.Embed, request, key, options, metadata)
+        values = np.array(response.embedding, np.float32)
+        return Embedding(values, response.request_id, usage_of(response.usage))
+
+    async def score(
+        self,
+        query: Content,
+        documents: Sequence[Content],
+        *,
+        instruction: str | None = None,
+        **options: Unpack[ReadOptions],
+    ) -> list[Score]:
+        """How well each document answers a query, by a model that scores; in the order of the documents.
+
+        query, documents: a string is text, a Path is media; see `Content`.
+        instruction: what a document must do. Default: the model's own (`Model.instruction`).
+        Raises the same errors as `stream`; InvalidRequest if the model does not score.
+        """
+        asked = Message("user", parts_of(query))
+        return await together(
+            self.scored(asked, Message("user", parts_of(each)), instruction, options) for each in documents
+        )
+
+    async def scored(
+        self,
+        query: Message,
+        document: Message,
+        instruction: str | None,
+        options: ReadOptions,
+        *,
+        metadata: Metadata = (),
+    ) -> Score:
+        """`score` for one document. query, document: turns of the user."""
+        request = await asyncio.to_thread(score_request, query, document, instruction, options)
+        both = prompt_pb2.Message(parts=[*request.query, *request.document])
+        key = media_key(prompt_pb2.Prompt(messages=[both]))
+        response = await self._read(self._generation.Score, request, key, options, metadata)
+        return Score(response.score, response.request_id, usage_of(response.usage))
+
+    async def _read(
+        self,
+        method: Callable[..., Awaitable[Any]],
+        request: Any,
+        key: str | None,
+        options: ReadOptions,
+        given: Metadata,
+    ) -> Any:
+        """The response to a request about the media of this key, which is sent again as `events` does."""
+        with in_words_of_python(), self._affinity.of(key) as same_replica:
+            sent = (*_named(request.request_id), *given, *same_replica, *self._token)
+            attempts = Attempts(self._retries, sent, options.get("timeout_s"))
+            while True:
+                try:
+                    with upstream_errors("generation"):
+                        response = await method(request, timeout=attempts.left_s, metadata=attempts.metadata)
+                except Unavailable as lost:
+                    await attempts.next(lost, answered=False)
+                else:
+                    self._retries.succeeded()
+                    return response
 
     def live(self, **options: Unpack[LiveOptions]) -> LiveSession:
         """A conversation that watches; see `LiveSession`.
@@ -211,4 +312,6 @@ def _model(told: generation_pb2.ListModelsResponse) -> Model:
             )
             for each in methods
         ),
+        _TASKS.get(told.task, "unknown"),
+        told.instruction,
     )

@@ -56,7 +56,7 @@ def event_of(response: generation_pb2.GenerateResponse) -> Event:
     """The event in a response. Raises PeerContract for a kind of event that this client does not know."""
     match response.WhichOneof("response"):
         case "accepted":
-            return Accepted(response.accepted.request_id, _usage(response.accepted.usage))
+            return Accepted(response.accepted.request_id, usage_of(response.accepted.usage))
         case "progress":
             return Progress(**_fields(response.progress))
         case "delta":
@@ -164,15 +164,16 @@ def _delta(delta: generation_pb2.Delta) -> Delta:
         dict(delta.token_texts),
         dict(delta.token_bytes),
         tuple(ToolCallDelta(**_fields(each)) for each in delta.tool_calls),
+        delta.thought,
     )
 
 
 def _finished(finished: generation_pb2.Finished) -> Finished:
     reason = known(_REASONS, finished.reason, "finish reason")
-    return Finished(finished.choice_index, reason, _usage(finished.usage), Timings(**_fields(finished.timings)))
+    return Finished(finished.choice_index, reason, usage_of(finished.usage), Timings(**_fields(finished.timings)))
 
 
-def _usage(usage: generation_pb2.Usage) -> Usage:
+def usage_of(usage: generation_pb2.Usage) -> Usage:
     media = [
         MediaUsage(**_fields(each) | {"modality": modality_of(each.modality), "grid": Grid(**_fields(each.grid))})
         for each in usage.media

@@ -31,6 +31,7 @@ from gridsieve.client.prompt import (
     Options,
     Part,
     Pruning,
+    ReadOptions,
     Role,
     Sampling,
     StrPath,
@@ -88,11 +89,7 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
         generation_pb2.GenerateRequest,
         "",
         prompt=_message(prompt_pb2.Prompt, "prompt", cache_salt=options.get("cache_salt")),
-        pruning=_message(
-            prompt_pb2.Pruning,
-            "pruning",
-            **{name: options.get(f"pruning_{name}") for name in ("rate", "method", "seed", "threshold")},
-        ),
+        pruning=_pruning(options),
         sampling=_sampling(options, options.get("n")),
         request_id=options.get("request_id"),
         adapter=options.get("adapter"),
@@ -105,6 +102,52 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
         request.prompt.template_options = json.dumps(template_options)
     add_messages(request.prompt, messages)
     return request
+
+
+def embed_request(
+    messages: Sequence[Message], instruction: str | None, dimensions: int | None, options: ReadOptions
+) -> generation_pb2.EmbedRequest:
+    """Raises as `generate_request`."""
+    prompt = _message(prompt_pb2.Prompt, "prompt", cache_salt=options.get("cache_salt"))
+    add_messages(prompt, messages)
+    return _message(
+        generation_pb2.EmbedRequest,
+        "",
+        prompt=prompt,
+        instruction=instruction,
+        dimensions=dimensions,
+        **_read_options(options),
+    )
+
+
+def score_request(
+    query: Message, document: Message, instruction: str | None, options: ReadOptions
+) -> generation_pb2.ScoreRequest:
+    """query, document: turns of the user. Raises as `generate_request`."""
+    both = prompt_pb2.Prompt()
+    add_messages(both, [query, document])
+    parts = [message.parts for message in both.messages]
+    return _message(
+        generation_pb2.ScoreRequest,
+        "",
+        query=parts[0],
+        document=parts[1],
+        instruction=instruction,
+        **{"cache_salt": options.get("cache_salt"), **_read_options(options)},
+    )
+
+
+def _read_options(options: ReadOptions) -> dict[str, Any]:
+    """All but the salt. Raises TypeError for an unknown option."""
+    if unknown := options.keys() - ReadOptions.__annotations__.keys():
+        raise TypeError(f"unknown option {min(unknown)!r}")
+    same = {"request_id": options.get("request_id"), "adapter": options.get("adapter")}
+    return {"pruning": _pruning(options), **same}
+
+
+def _pruning(options: ReadOptions) -> prompt_pb2.Pruning:
+    given: dict[str, Any] = {name: options.get(f"pruning_{name}") for name in ("rate", "method", "seed", "threshold")}
+    return _message(prompt_pb2.Pruning, "pruning", **given)
 
 
 def _sampling(options: Sampling, n: int | None = None) -> generation_pb2.Sampling:
@@ -201,6 +244,7 @@ def add_messages(prompt: prompt_pb2.Prompt, messages: Sequence[Message]) -> None
             ],
             tool_call_id=message.tool_call_id,
             tool_name=message.tool_name,
+            thought=message.thought,
         )
         for place, part in enumerate(message.parts):
             _set_part(added.parts.add(), part, budget, f"{name}.parts[{place}]")

@@ -235,6 +235,7 @@ class Message:
 
     tool_calls: what the model called in a turn of "assistant". tool_call_id: the call whose result a turn of "tool" is.
     tool_name: the tool of this call, for templates that show it; "": the name in the call of this id.
+    thought: what the model thought before a turn of "assistant"; the chat template decides whether it sees it again.
     """
 
     role: Role
@@ -242,6 +243,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     tool_name: str = ""
+    thought: str = ""
 
 
 class Sampling(TypedDict, total=False):
@@ -254,6 +256,7 @@ class Sampling(TypedDict, total=False):
     min_new_tokens: a completion does not end by itself before it has so many tokens.
     logit_bias: added to the logits of these token ids, -100 to 100.
     bad_words: texts that a completion does not contain.
+    max_thinking_tokens: the most tokens of a completion's thought; None: no limit. Not in live sessions.
     logprobs: return each token's log-probability. top_logprobs: also return this many of the most likely tokens at each
         position; needs logprobs.
     json_object: whether a completion is a JSON object. json_schema: a JSON schema that it satisfies.
@@ -274,23 +277,20 @@ class Sampling(TypedDict, total=False):
     min_new_tokens: int | None
     logit_bias: Mapping[int, float] | None
     bad_words: Sequence[str] | None
+    max_thinking_tokens: int | None
     logprobs: bool | None
     top_logprobs: int | None
     json_object: bool | None
     json_schema: Mapping[str, Any] | str | None
 
 
-class Options(Sampling, total=False):
-    """Options of a request, and how its completions are sampled.
+class ReadOptions(TypedDict, total=False):
+    """Options of every request.
 
     pruning_rate, pruning_method, pruning_seed, pruning_threshold: of videos that do not say their own; see `Pruning`.
-    tools: functions that the model may call. tool_choice: "auto" (as it likes), "none", "required" (calls and nothing
-        else), or the one of the tools that must be called. parallel_tool_calls: False for one call at most.
-    template_options: variables of the checkpoint's chat template, such as {"enable_thinking": False}.
     adapter: the name of a LoRA adapter that the service has loaded. Default: the checkpoint's weights.
     cache_salt: separates caches: only requests of the same salt find what was computed for this one. At most 256
         printable characters. Default: the caches that requests without a salt share.
-    n: the number of completions; the prompt is computed once, and completion i is sampled with seed + i.
     request_id: identifies the request in logs and errors. timeout_s: seconds until DeadlinePassed is raised.
     """
 
@@ -298,15 +298,26 @@ class Options(Sampling, total=False):
     pruning_method: str | None
     pruning_seed: int | None
     pruning_threshold: float | None
+    adapter: str | None
+    cache_salt: str | None
+    request_id: str | None
+    timeout_s: float | None
+
+
+class Options(ReadOptions, Sampling, total=False):
+    """Options of a request that generates, and how its completions are sampled.
+
+    tools: functions that the model may call. tool_choice: "auto" (as it likes), "none", "required" (calls and nothing
+        else), or the one of the tools that must be called. parallel_tool_calls: False for one call at most.
+    template_options: variables of the checkpoint's chat template, such as {"enable_thinking": False}.
+    n: the number of completions; the prompt is computed once, and completion i is sampled with seed + i.
+    """
+
     tools: Sequence[Tool] | None
     tool_choice: Literal["auto", "none", "required"] | Tool | None
     parallel_tool_calls: bool | None
     template_options: Mapping[str, Any] | None
-    adapter: str | None
-    cache_salt: str | None
     n: int | None
-    request_id: str | None
-    timeout_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

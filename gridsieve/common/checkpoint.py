@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.fields import Fields, refusing
@@ -36,6 +36,7 @@ _TEXT_FILES = (
     "processor_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
+    "modules.json",
 )
 # Templates besides the default, by name: tool_use.jinja.
 TEMPLATES = "additional_chat_templates"
@@ -47,6 +48,10 @@ DRAFTS = "--draft-model"
 _REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
 # How Hugging Face's cache names the folders of a repository: its names hold no "--".
 _SNAPSHOT = re.compile(r"models--(.+)/snapshots/[^/]+")
+# What a checkpoint was trained for, by the last module that Sentence Transformers puts after the model, or by its name.
+Task: TypeAlias = Literal["generate", "embed", "score"]
+_TASKS_OF_MODULES: Mapping[str, Task] = {"Pooling": "embed", "LogitScore": "score"}
+_TASKS_OF_NAMES: Mapping[str, Task] = {"-Embedding": "embed", "-Reranker": "score"}
 _LFS_POINTER = b"version https://git-lfs"
 _SAMPLE_BYTES = 64 * 1024
 _MAX_HEADER_BYTES = 100 * 2**20
@@ -128,6 +133,21 @@ class Checkpoint:
         name = str(self.config.get("model_type", ""))
         return _RENAMED.get(name, name)
 
+    @cached_property
+    def task(self) -> Task:
+        """What it was trained for. config.json does not tell: Qwen3-VL-Embedding has that of Qwen3-VL.
+
+        Its modules.json, of Sentence Transformers, tells; without one, its name: Qwen3-VL-Embedding-2B.
+        """
+        path = self.folder / "modules.json"
+        if not path.is_file():
+            return next((task for part, task in _TASKS_OF_NAMES.items() if part in self.name), "generate")
+        try:
+            kinds = [str(each["type"]).rpartition(".")[2] for each in json.loads(path.read_text(encoding="utf-8"))]
+        except (ValueError, TypeError, KeyError) as error:
+            raise StartupError(f"{path} is no list of modules with a type each") from error
+        return next((task for kind, task in _TASKS_OF_MODULES.items() if kind in kinds), "generate")
+
     @property
     def text_config(self) -> Fields:
         """The language model's part of config.json, which NVIDIA's own code names llm_config; empty if it has none."""
@@ -197,6 +217,8 @@ class Checkpoint:
         for path in self._text_files:
             _add(digest, path.name.encode())
             _add(digest, path.read_bytes())
+        if self.task != "generate":  # its name may tell, and decides frames and prompts
+            _add(digest, self.task.encode())
         for path in self.weight_files:
             _add(digest, path.name.encode())
             for sample in _weight_samples(path):

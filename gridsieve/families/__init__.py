@@ -27,7 +27,6 @@ _LINEAR, _UNREAD = "one-dimensional", "one-dimensional, and read by no layer"
 _STAMPED = "M-RoPE, each slice after its timestamp"
 _NO_FLOAT16 = "no float16 tower"
 _FEW_QUANTISED = "quantised checkpoints in 4 bits and in fp8 by blocks only"
-_NO_THOUGHTS = "no thoughts apart from the answer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +71,7 @@ class ModelFamily:
 # What the model types of a folder have in common.
 _QWEN = partial(ModelFamily, folder="gridsieve.families.qwen", methods=METHODS, divisible=True)
 _QWEN3 = partial(_QWEN, prompt="prompt:Qwen3VL.from_checkpoint", positions=_STAMPED, live=True)
-_QWEN3_5 = partial(_QWEN3, tower="tower:load_qwen3_5", limits=f"no tools; {_NO_THOUGHTS}")
+_QWEN3_5 = partial(_QWEN3, tower="tower:load_qwen3_5")
 _GLM = partial(
     ModelFamily,
     folder="gridsieve.families.glm",
@@ -118,7 +117,12 @@ FAMILIES = (
         positions="M-RoPE, time in seconds",
         live=True,
     ),
-    _QWEN3(model_type="qwen3_vl", models="Qwen3-VL", tower="tower:load_qwen3_vl", text="text:QWEN3_VL"),
+    _QWEN3(
+        model_type="qwen3_vl",
+        models="Qwen3-VL, its Embedding and Reranker",
+        tower="tower:load_qwen3_vl",
+        text="text:QWEN3_VL",
+    ),
     _QWEN3(
         model_type="qwen3_vl_moe",
         models="Qwen3-VL, mixture of experts",
@@ -188,7 +192,7 @@ FAMILIES = (
         models="Nemotron 3 Nano Omni",
         prompt="prompt:NemotronHOmni.from_checkpoint",
         positions=f"{_UNREAD}; each two frames after their times",
-        limits=f"no audio; {_NO_FLOAT16}; {_FEW_QUANTISED}; {_NO_THOUGHTS}",
+        limits=f"no audio; {_NO_FLOAT16}; {_FEW_QUANTISED}",
     ),
     _NEMOTRON(
         model_type="NemotronH_Nano_VL_V2",
@@ -197,7 +201,7 @@ FAMILIES = (
         tower="nano.tower:load",
         text="text:NANO_FAMILY",
         positions=f"{_UNREAD}; each frame after its time",
-        limits=f"{_NO_FLOAT16}; {_FEW_QUANTISED}, so not the FP8 and NVFP4 ones; {_NO_THOUGHTS}",
+        limits=f"{_NO_FLOAT16}; {_FEW_QUANTISED}, so not the FP8 and NVFP4 ones",
     ),
     ModelFamily(
         model_type="ovis2",

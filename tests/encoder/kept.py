@@ -6,10 +6,13 @@ from fractions import Fraction
 from math import floor
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import ItemPruning
+from gridsieve.services.encoder.pruning.methods import keep_tokens
 
 STEP = 2.0**-16
 
@@ -54,6 +57,17 @@ def check_kept(kept: NDArray[np.int32], scores: NDArray[np.float64], count: int,
             assert i in chosen
         if must_beat.sum() >= count:
             assert i not in chosen
+
+
+def keep_by_slice(
+    embeds: NDArray[np.float32] | torch.Tensor, grid: Grid, rate: float, method: str
+) -> list[NDArray[np.int32]]:
+    """Places within each slice, by a method that keeps at least one token of each."""
+    kept = keep_tokens(torch.as_tensor(embeds), grid, ItemPruning(rate, method)).numpy()
+    assert kept.size == exact_count(grid, rate, grid.t)
+    slices = [kept[kept // grid.slice_tokens == i] - i * grid.slice_tokens for i in range(grid.t)]
+    assert all(places.size for places in slices)
+    return slices
 
 
 def exact_count(grid: Grid, rate: float, floor_tokens: int) -> int:

@@ -12,9 +12,8 @@ from transformers import Ovis2ForConditionalGeneration
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.services.encoder.tower.graphs import with_graphs
 from gridsieve.services.encoder.tower.loading import load_tower
-from tests.encoder.tower_recorder import Recorder, load_packed
+from tests.encoder.tower_recorder import assert_replays
 from tests.families.family import NORMALISED
 from tests.families.ovis2 import SIDE_PX
 from tests.generation.checkpoints import changed
@@ -40,12 +39,7 @@ def test_pictures_have_the_embeddings_of_transformers(checkpoints: Callable[[str
 
 
 def test_graphs_replay_what_the_tower_computes(checkpoints: Callable[[str], Path]) -> None:
-    tower, recorder = load_packed(checkpoints("ovis2")), Recorder()
-    graphed = with_graphs(tower, 160, recorder)
-    recorder.replayed.clear()
-    for ours, theirs in zip(graphed.encode(pictures().split(1)), tower.encode(pictures().split(1)), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
-    assert recorder.replayed
+    assert_replays(checkpoints("ovis2"), pictures().split(1))
 
 
 @pytest.mark.parametrize(

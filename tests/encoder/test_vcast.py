@@ -13,10 +13,8 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from gridsieve.common.contract.plan import Grid
-from gridsieve.common.contract.retention import ItemPruning
-from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.encoder.pruning.vcast import vcast_scores
-from tests.encoder.kept import RATES, check_kept, exact_count, videos
+from tests.encoder.kept import RATES, check_kept, exact_count, keep_by_slice, videos
 
 # Float32 errors: of a cosine and a share of a range; of a curvature.
 SCORE_ERROR = 5e-6
@@ -89,22 +87,14 @@ def settled_budgets(curvature: list[float], slice_tokens: int, count: int) -> li
     return [*outcomes.pop()] if len(outcomes) == 1 else None
 
 
-def keep_by_slice(embeds: NDArray[np.float32] | torch.Tensor, grid: Grid, rate: float) -> list[NDArray[np.int32]]:
-    """Places within each slice."""
-    kept = keep_tokens(torch.as_tensor(embeds), grid, ItemPruning(rate, "vcast")).numpy()
-    assert kept.size == exact_count(grid, rate, grid.t)
-    return [kept[kept // grid.slice_tokens == i] - i * grid.slice_tokens for i in range(grid.t)]
-
-
 def check_video(embeds: NDArray[np.float32], grid: Grid, rate: float) -> bool:
     """Checks the kept tokens, and the budgets unless they depend on rounding; returns whether it did the latter."""
-    slices = keep_by_slice(embeds, grid, rate)
+    slices = keep_by_slice(embeds, grid, rate, "vcast")
     scores, means = exact_scores(embeds, grid)
     budgets = settled_budgets(exact_curvature(means), grid.slice_tokens, exact_count(grid, rate, grid.t))
     if budgets:
         assert [places.size for places in slices] == budgets
     for places, of_slice in zip(slices, scores, strict=True):
-        assert places.size >= 1
         check_kept(places, of_slice, places.size, SCORE_ERROR)
     return budgets is not None
 
@@ -132,7 +122,7 @@ def test_one_slice_two_slices_and_a_still_picture_share_equally() -> None:
     for t in (1, 2, 8):
         # The same picture as another batch would round it.
         noise = 1 + 1e-6 * torch.randn(t, 20, 64, generator=torch.Generator().manual_seed(1))
-        slices = keep_by_slice((picture * noise).view(-1, 64), Grid(t, 4, 5), 0.5)
+        slices = keep_by_slice((picture * noise).view(-1, 64), Grid(t, 4, 5), 0.5, "vcast")
         assert [places.tolist() for places in slices] == [slices[0].tolist()] * t
         assert slices[0].size == 10
 
@@ -141,7 +131,7 @@ def test_values_that_are_not_finite_or_overflow_are_dropped_first() -> None:
     embeds = torch.randn(2 * 6, 8, generator=torch.Generator().manual_seed(4))
     embeds[1, 3], embeds[4, 0], embeds[8, 7] = torch.nan, torch.inf, -torch.inf
     embeds[9] = embeds[10] = 3e38  # their sum overflows
-    slices = keep_by_slice(embeds, Grid(2, 2, 3), 0.34)
+    slices = keep_by_slice(embeds, Grid(2, 2, 3), 0.34, "vcast")
     assert slices[0].tolist() == [0, 2, 3, 5]
     assert slices[1].size == 3
     assert not {2, 3} & set(slices[1].tolist())
@@ -153,5 +143,5 @@ def test_values_that_are_not_finite_or_overflow_are_dropped_first() -> None:
 def test_a_slice_without_any_direction_keeps_its_first_tokens(value: float) -> None:
     embeds = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(5))
     embeds[1] = value
-    slices = keep_by_slice(embeds.view(-1, 8), Grid(4, 2, 3), 0.5)
+    slices = keep_by_slice(embeds.view(-1, 8), Grid(4, 2, 3), 0.5, "vcast")
     assert slices[1].tolist() == list(range(slices[1].size))

@@ -27,6 +27,7 @@ from tests.families.qwen import QWEN3_5 as QWEN3_5
 from tests.families.qwen import write_qwen3_5 as write_qwen3_5
 from tests.families.qwen import write_qwen3_vl_heads as write_qwen3_vl_heads
 from tests.families.qwen import write_qwen3_vl_moe as write_qwen3_vl_moe
+from tests.families.qwen import write_qwen3_vl_reader as write_qwen3_vl_reader
 
 FAMILIES: Mapping[str, FamilyUnderTest] = {
     name: each

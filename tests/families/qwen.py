@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
@@ -87,12 +89,14 @@ def _write(
     text: Mapping[str, Any] = {},
     pixels: tuple[Any, Any] = ((64 * 64, 192 * 192), (4 * 64 * 64, 16 * 128 * 128)),
     name: str = "Qwen3VL",
+    change: Callable[[Any], object] = id,
 ) -> Path:
     """classes: of config and model. text: what differs in the text config. pixels: least and most of images and videos.
 
-    name: that the classes of processors begin with.
+    name: that the classes of processors begin with. change: of the tokenizer.
     """
     tokenizer = make_tokenizer(TINY)
+    change(tokenizer)
     ids = tokenizer.get_vocab()
     config_class, model_class = classes
     config = config_class(
@@ -128,6 +132,21 @@ def _write_qwen2_vl(folder: Path, seed: int) -> Path:
 
 def _write_qwen3_vl(folder: Path, seed: int, **text: Any) -> Path:
     return _write(folder, seed, (Qwen3VLConfig, Qwen3VLForConditionalGeneration), QWEN3_VL, text)
+
+
+def write_qwen3_vl_reader(folder: Path, seed: int, module: str) -> Path:
+    """An embedder ("Pooling") or a reranker ("LogitScore") as Sentence Transformers publishes it: `write` of the family
+    with a list of modules, a word for "yes" and for "no", and a tokenizer that ends each text with a token."""
+
+    def change(tokenizer: Any) -> None:
+        tokenizer.add_tokens(["yes", "no"])
+        end = "<|endoftext|>", tokenizer.get_vocab()["<|endoftext|>"]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"$A {end[0]}", special_tokens=[end])
+
+    _write(folder, seed, (Qwen3VLConfig, Qwen3VLForConditionalGeneration), QWEN3_VL, change=change)
+    modules = [{"idx": 0, "type": "sentence_transformers.models.Transformer"}, {"idx": 1, "type": f"st.{module}"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    return folder
 
 
 def write_qwen3_vl_heads(folder: Path, seed: int, heads: int, kv_heads: int, head_dim: int) -> Path:

@@ -51,10 +51,13 @@ class Foretold:
     def begin_step(self, sequences: int) -> None:
         self._steps += 1
 
-    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
-        said = len(request.output_ids)
-        right = self._answers[request.id][said : said + limit]
-        return (*right[:-1], 100) if self._steps % 3 == 0 and right else (*right,)
+    def propose(self, limits: Mapping[Request, int]) -> dict[Request, tuple[int, ...]]:
+        found = dict[Request, tuple[int, ...]]()
+        for request, limit in limits.items():
+            said = len(request.output_ids)
+            right = self._answers[request.id][said : said + limit]
+            found[request] = (*right[:-1], 100) if self._steps % 3 == 0 and right else (*right,)
+        return found
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen3_5", marks=pytest.mark.deep)])

@@ -9,7 +9,8 @@ from copy import deepcopy
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from demo.checkpoint import TINY, write_checkpoint
 from gridsieve.common.adapter_folder import AdapterFolder
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.services.generation.loading import fp8
+from gridsieve.services.generation.loading import fp8, load_language_model
 from gridsieve.services.generation.loading.text_model import make_text
 from gridsieve.services.generation.model.fp8_linear import (
     Fp8Linear,
@@ -210,6 +211,34 @@ def test_layers_of_two_ranks_stay_in_fp8_with_the_scales_of_their_blocks(
     assert len(kept) == 7 * SHAPE.layers
     assert kept["layers.1.self_attn.v_proj"] == (128, 512)
     assert kept["layers.1.self_attn.o_proj"] == (512, 256)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["dequantised", "in fp8"])
+def test_weights_rounded_to_fp8_are_those_of_a_checkpoint_that_is_stored_so(
+    stored: Twins, kernel: bool, request: pytest.FixtureRequest
+) -> None:
+    if kernel:
+        request.getfixturevalue("with_kernel")
+    model = load_language_model(Checkpoint(stored.plain.parent / "written"), torch.float32, CPU, quantization="fp8")
+    engine = TinyEngine(model)
+    asking = Question((Text(tuple(range(20, 33))),), 6)
+    assert_law(stored.models, engine, [asking], answer(engine, [asking]), *((BOUND, 2 * BOUND) if kernel else ()))
+    for name, each in model.text.named_modules():
+        if isinstance(each, Fp8Linear):
+            assert torch.equal(each.weight, stored.weights[f"{PREFIX}{name}.weight"])
+            assert torch.equal(each.weight_scale_inv, stored.weights[f"{PREFIX}{name}.weight_scale_inv"])
+    assert sum(isinstance(each, Fp8Linear) for each in model.text.modules()) == 7 * SHAPE.layers * kernel
+
+
+def test_rounding_to_fp8_is_refused_by_name_where_it_is_not_supported(stored: Twins, tmp_path: Path) -> None:
+    small, group = write_checkpoint(tmp_path / "small", TINY, 1), SimpleNamespace(ranks=2, rank=0)
+    for folder, ranks, message in (
+        (small, None, "no linear layer has multiples of 128 inputs and outputs"),
+        (stored.quantised, None, "the checkpoint is quantised already"),
+        (stored.plain, group, "--tensor-parallel must be 1, got 2"),
+    ):
+        with pytest.raises(StartupError, match=f"--quantization fp8: {message}"):
+            load_language_model(Checkpoint(folder), torch.float32, CPU, cast(Any, ranks), quantization="fp8")
 
 
 def test_unquantised_weights_have_the_dtype_of_the_settings(stored: Twins, with_kernel: None) -> None:

@@ -193,7 +193,7 @@ def test_a_checkpoint_is_rounded_to_the_nearest_of_16_values(written: Path, tmp_
     assert len(rounded) == 7 * SHAPE.layers
     plain = changed(written, tmp_path / "plain", lambda held: held.update(rounded))
     reference = load(plain)
-    model = load_language_model(Checkpoint(written), torch.float32, CPU, in_int4=True)
+    model = load_language_model(Checkpoint(written), torch.float32, CPU, quantization="int4")
     ids = torch.randint(10, 300, (1, 20))
     engines = [TinyEngine(each) for each in (model, reference)]
     asked = [answer(each, [Question((Text(tuple(ids[0].tolist())),), 4)]) for each in engines]
@@ -216,7 +216,7 @@ def test_gates_are_not_rounded(tmp_path: Path) -> None:
     write: Any = FAMILIES["qwen3_5_moe"].write
     written = write(tmp_path / "written", 1, text={**EXPERTS_3_5, "hidden_size": 128})
     weights, rows = load_file(written / "model.safetensors"), torch.randn(3, 128)
-    text = load_language_model(Checkpoint(written), torch.float32, CPU, in_int4=True).text
+    text = load_language_model(Checkpoint(written), torch.float32, CPU, quantization="int4").text
     exact = dict[str, bool]()
     for name in ("linear_attn.in_proj_qkv", "linear_attn.in_proj_a", "linear_attn.in_proj_b", "mlp.shared_expert_gate"):
         weight = weights[f"{FAMILIES['qwen3_5_moe'].text_prefix}layers.0.{name}.weight"]
@@ -234,7 +234,7 @@ from gridsieve.services.generation.loading import load_language_model
 def peak():
     return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 before = peak()
-model = load_language_model(Checkpoint(Path(sys.argv[1])), torch.bfloat16, torch.device("cpu"), in_int4=True)
+model = load_language_model(Checkpoint(Path(sys.argv[1])), torch.bfloat16, torch.device("cpu"), quantization="int4")
 print(peak() - before)
 """
 
@@ -316,7 +316,7 @@ def test_the_flag_rounds_layers_and_computes_in_bfloat16(written: Path) -> None:
 def test_int4_is_refused_where_nothing_can_be_rounded(awq: Twins, tmp_path: Path) -> None:
     small = write_checkpoint(tmp_path / "small", TINY, 1)
     with pytest.raises(StartupError, match="--quantization int4: no linear layer has a multiple of 128 inputs"):
-        load_language_model(Checkpoint(small), torch.float32, CPU, in_int4=True)
+        load_language_model(Checkpoint(small), torch.float32, CPU, quantization="int4")
     other = changed(awq.plain, tmp_path / "other", quantization_config={"quant_method": "fp8"})
     with pytest.raises(StartupError, match="--quantization int4: the checkpoint is quantised already"):
-        load_language_model(Checkpoint(other), torch.float32, CPU, in_int4=True)
+        load_language_model(Checkpoint(other), torch.float32, CPU, quantization="int4")

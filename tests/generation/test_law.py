@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from gridsieve.services.generation.engine.payoff import Payoff
 from gridsieve.services.generation.sampling.sampler import SamplingParams
 from tests.law import Question, answer, assert_law, item, question, text
 from tests.oracle import Item, Text
@@ -52,7 +53,7 @@ def test_the_law_holds_for_many_mixes(models: Models, data: st.DataObject) -> No
     assert_law_of_any_mix(models, data)
 
 
-def assert_law_of_any_mix(models: Models, data: st.DataObject) -> None:
+def assert_law_of_any_mix(models: Models, data: st.DataObject, payoff: Payoff | None = None) -> None:
     """Questions, half of which begin like an earlier one, in a cache that may be too small for all of them."""
     questions = [data.draw(question(models.family))]
     for _ in range(data.draw(st.integers(1, 3))):
@@ -66,6 +67,7 @@ def assert_law_of_any_mix(models: Models, data: st.DataObject) -> None:
         max_num_seqs=data.draw(st.integers(1, 5)),
         max_draft_tokens=data.draw(st.sampled_from((0, 1, 3, 5))),
         overlap=data.draw(st.booleans()),
+        payoff=payoff,
         snapshots=data.draw(st.sampled_from((0, 1, 4, 16))),
     )
     arrivals = data.draw(st.lists(st.sampled_from((0, 0, 1, 3, 8, 20)), min_size=len(questions), max_size=4))

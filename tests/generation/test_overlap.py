@@ -5,8 +5,8 @@ The device is a fake: results are garbage until they are waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gridsieve.services.generation.engine.speculation import PromptLookup
 from gridsieve.services.generation.engine.stats import Step
 from gridsieve.services.generation.model.runner import LaunchedStep, Runner
 from gridsieve.services.generation.request.request import Failed, FinishReason, Request
@@ -98,6 +99,7 @@ def test_answers_are_those_without_overlap(models: Models, wishes: list[Sampling
         "blocks": data.draw(st.sampled_from([11, 13, 64])),
         "max_num_batched_tokens": data.draw(st.sampled_from([3, 16, 64])),
         "max_num_seqs": data.draw(st.sampled_from([2, 4])),
+        "max_draft_tokens": data.draw(st.sampled_from([0, 2])),
     }
     plain = asked_of(models, wishes, False, **sizes)
     ends = [data.draw(st.sampled_from([*each.answer, 0])) for each in plain]
@@ -127,6 +129,34 @@ def test_a_step_is_launched_before_the_last_one_is_read(models: Models) -> None:
         tiny.drain()
         assert asked.answer == answer[:kept]
         assert len(tiny.runner.steps) == kept + (params is not wish)
+
+
+AT = (3, 4, 9, 10)
+
+
+@dataclass
+class Sometimes(PromptLookup):
+    """Drafts what follows these numbers of tokens of an answer."""
+
+    answer: Sequence[int]
+
+    def propose(self, limits: Mapping[Request, int]) -> dict[Request, tuple[int, ...]]:
+        said = {each: len(each.output_ids) for each in limits}
+        return {each: tuple(self.answer[said[each] :][:limit]) for each, limit in limits.items() if said[each] in AT}
+
+
+def test_a_step_is_read_at_once_where_drafts_are_foreseen_and_where_it_has_them(models: Models) -> None:
+    wish = SamplingParams(12)
+    answer = asked_of(models, [wish] * 4, False)[0].answer
+    tiny = TinyEngine(models.engine, overlap=True, max_draft_tokens=2)
+    tiny.engine._scheduler._drafts = Sometimes(answer)
+    asked, known = tiny.ask("0", [PROMPTS[0]], wish), list[int]()
+    while tiny.engine.step():
+        known.append(len(asked.answer))
+    assert asked.answer == answer
+    # The fourth step is read with the one before it, and so is the eighth. The steps after them have right drafts, two
+    # and one.
+    assert known == [0, 1, 2, 4, 7, 7, 8, 10, 12]
 
 
 def test_replayed_rows_take_tokens_on_the_device(models: Models) -> None:
@@ -167,7 +197,7 @@ def refuse_tokens(request: Request, patched: pytest.MonkeyPatch) -> None:
         (failing_in(Runner, "forward"), {"overlap": True}),
         (failing_in(LaunchedStep, "sample"), {"overlap": True}),
         (refuse_tokens, {"overlap": True}),
-        (refuse_tokens, {"max_draft_tokens": 2}),
+        (refuse_tokens, {"overlap": True, "max_draft_tokens": 2}),
     ],
     ids=["forward", "sample", "token", "draft"],
 )

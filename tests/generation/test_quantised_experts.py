@@ -62,6 +62,13 @@ def by_rows(name: str, weight: Tensor) -> tuple[Weights, Tensor]:
     return {name: rounded, f"{name}_scale": scale}, rounded.float() * scale.float()
 
 
+def by_matrices(name: str, weight: Tensor) -> tuple[Weights, Tensor]:
+    """With scales of one axis, as llm-compressor writes them."""
+    scale = weight.abs().max().reshape(1) / FP8_MOST
+    rounded = (weight / scale).to(torch.float8_e4m3fn)
+    return {name: rounded, f"{name}_scale": scale}, rounded.float() * scale
+
+
 def in_4_bits(kind: str) -> Layout:
     stored = replace(int4.LAYOUTS[kind], group=GROUP)
 
@@ -72,11 +79,11 @@ def in_4_bits(kind: str) -> Layout:
     return Layout(stored.config, store)
 
 
-def fp8_dynamic(num_bits: int = 8) -> dict[str, Any]:
+def fp8_dynamic(num_bits: int = 8, strategy: str = "channel") -> dict[str, Any]:
     numbers = {"num_bits": num_bits, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"],
-        "weights": {**numbers, "strategy": "channel", "dynamic": False},
+        "weights": {**numbers, "strategy": strategy, "dynamic": False},
         "input_activations": {**numbers, "strategy": "token", "dynamic": True},
     }
     return {
@@ -91,6 +98,7 @@ LAYOUTS = {
     "fp8 by blocks": Layout(fp8_config(BLOCK), by_blocks),
     "fp8 by blocks, stacked": Layout(fp8_config(BLOCK), by_blocks, stacked=True),
     "fp8 by rows": Layout(fp8_dynamic(), by_rows),
+    "fp8 by matrices": Layout(fp8_dynamic(strategy="tensor"), by_matrices),
     **{f"4 bits, {kind}": in_4_bits(kind) for kind in ("awq", "gptq", "compressed-tensors")},
 }
 FAMILIES_IN_FILES: dict[str, Callable[[Path], Path]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 
@@ -32,7 +33,7 @@ def test_draft_tokens_are_what_followed_the_last_occurrence_of_the_last_three_to
         for first in range(len(history) - length):
             if history[first : first + length] == history[-length:]:
                 expected = history[first + length : first + length + limit]
-    assert PromptLookup().propose(request, limit) == tuple(expected)
+    assert PromptLookup().propose({request: limit}) == {request: tuple(expected)}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_media_rows_are_neither_matched_nor_proposed(parts: list[Text | Item]) -
     request = make_request("a", parts, SamplingParams(9)).request
     for index in (0, 1):
         request.prompt.deliver(index, None, 1 + index)
-    assert PromptLookup().propose(request, 3) == ()
+    assert PromptLookup().propose({request: 3}) == {request: ()}
 
 
 def test_draft_tokens_after_the_end_are_not_part_of_the_answer(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +54,8 @@ def test_draft_tokens_after_the_end_are_not_part_of_the_answer(models: Models, m
     slow, plain = ask_repetitive(models, 0, params)
     prefills = len(slow.runner.steps) - len(plain.answer)
 
-    def right(_: PromptLookup, request: Request, limit: int) -> tuple[int, ...]:
-        return tuple(plain.answer[len(request.output_ids) :][:limit])
+    def right(_: PromptLookup, limits: Mapping[Request, int]) -> dict[Request, tuple[int, ...]]:
+        return {each: tuple(plain.answer[len(each.output_ids) :][:limit]) for each, limit in limits.items()}
 
     monkeypatch.setattr(PromptLookup, "propose", right)
     for end in set(plain.answer):

@@ -67,10 +67,10 @@ async def expect(
     embeds = torch.cat(levels, dim=1).numpy()
     full = np.full((len(embeds), item.grid.tokens, embeds.shape[2]), np.nan, np.float32)
     full[:, kept] = embeds
-    return Expected(_parts(plan, full, model.config), kept, embeds, model.config.video_token_id)
+    return Expected(parts_of_plan(plan, full, model.config), kept, embeds, model.config.video_token_id)
 
 
-def _parts(plan: PromptPlan, embeds: NDArray[np.float32], config: Any) -> list[Text | Item]:
+def parts_of_plan(plan: PromptPlan, embeds: NDArray[np.float32], config: Any) -> list[Text | Item]:
     """The text and the video of a prompt, from its ids. embeds: of all tokens, NaN of those that nothing may read."""
     (item,) = plan.media
     ids: list[int] = plan.input_ids.tolist()

@@ -67,7 +67,8 @@ def media_port() -> int:
 class Service:
     """One process of a service on a loopback address; `close` kills it.
 
-    program: Python code that runs the service, instead of its module. credentials: of its health check.
+    program: Python code that runs the service, instead of its module. credentials: of its health check. alone: started
+    as users start it, so that its memory is its own.
     """
 
     name: str
@@ -77,8 +78,9 @@ class Service:
     address: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
     metrics_port: int = field(default_factory=free_port)
     program: str | None = None
-    process: subprocess.Popen[bytes] | Forked | None = None
+    process: Forked | subprocess.Popen[bytes] | None = None
     credentials: Credentials = NO_CREDENTIALS
+    alone: bool = False
 
     @property
     def running(self) -> bool:
@@ -89,20 +91,18 @@ class Service:
         return self._started.pid
 
     @property
-    def _started(self) -> subprocess.Popen[bytes] | Forked:
+    def _started(self) -> Forked | subprocess.Popen[bytes]:
         assert self.process is not None
         return self.process
 
     def start(self) -> None:
         """Starts the process and returns at once; see `ready`."""
         own = ("--model", str(self.model), "--listen", self.address, "--metrics-port", str(self.metrics_port))
-        flags = (*own, *self.flags)
-        if self.name != "preprocessing":
-            self.process = Forked(self.name, flags, self._log, self.program)
+        if not self.alone:
+            self.process = Forked(self.name, (*own, *self.flags), self._log, self.program)
             return
-        code = ("-m", "gridsieve.services.preprocessing") if self.program is None else ("-c", self.program)
+        command = [sys.executable, "-m", f"gridsieve.services.{self.name}", *own, *self.flags]
         with self._log.open("ab") as log:
-            command = [sys.executable, *code, *flags]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=ROOT)
 
     def ready(self) -> None:
@@ -193,16 +193,21 @@ class Stack:
 
 @contextmanager
 def running(
-    model: Path, media_root: Path | None = None, flags: Mapping[str, Sequence[str]] | None = None
+    model: Path,
+    media_root: Path | None = None,
+    flags: Mapping[str, Sequence[str]] | None = None,
+    alone: bool = False,
 ) -> Iterator[Stack]:
-    """The three services, on sockets of a folder of their own. They are killed at the end. flags: by service."""
+    """The three services, on sockets of a folder of their own. They are killed at the end. flags: by service. alone: as
+    of `Service`."""
     flags, services = flags or {}, dict[str, Service]()
     with tempfile.TemporaryDirectory(prefix="gridsieve-") as folder:
         for name in SERVICES:
             own = [flag for other, each in services.items() for flag in (f"--{other}", each.address)]
             own += ["--media-root", str(media_root)] if media_root and name == "preprocessing" else []
             own += flags.get(name, ())
-            services[name] = Service(name, model, Path(folder), tuple(own), f"unix:{folder}/{name}.sock")
+            address = f"unix:{folder}/{name}.sock"
+            services[name] = Service(name, model, Path(folder), tuple(own), address, alone=alone)
         with started(*services.values()):
             yield Stack(services)
 

@@ -1,4 +1,4 @@
-"""Services that start in a moment: they are forked from a process that has imported torch and transformers.
+"""Services that start in a moment: they are forked from a process that has imported the packages of them all.
 
 test_serve.py starts services as users do.
 """
@@ -41,12 +41,15 @@ class Forked:
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         status = self._process.exitcode
         if status is None:
-            raise TimeoutError(f"the process still runs after {timeout:g} s")
+            raise TimeoutError(f"the process still runs after {timeout} s")
         return status
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:

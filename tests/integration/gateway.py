@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ import httpx
 
 from gridsieve.client.prompt import Embeds
 from gridsieve.common.process import free_port
-from tests.integration.fleet import ROOT
+from tests.integration.forks import Forked
 
 START_S = 60.0
 
@@ -25,7 +23,7 @@ START_S = 60.0
 class Gateway:
     url: str
     port: int
-    process: subprocess.Popen[bytes]
+    process: Forked
     log: Path
 
     def http(self, **options: Any) -> httpx.Client:
@@ -38,12 +36,9 @@ def gateway(
 ) -> Iterator[Gateway]:
     """tls: the authority that its certificate, given by flags, is of. program: as of `Service`."""
     port = free_port()
-    code = ("-m", "gridsieve.services.gateway") if program is None else ("-c", program)
-    command = [sys.executable, *code, "--generation", generation]
-    command += ["--listen", f"127.0.0.1:{port}", *flags]
     log = folder / f"gateway-{port}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, cwd=ROOT)
+    log.touch()
+    process = Forked("gateway", ("--generation", generation, "--listen", f"127.0.0.1:{port}", *flags), log, program)
     found = Gateway(f"{'https' if tls else 'http'}://127.0.0.1:{port}", port, process, log)
     try:
         deadline = time.monotonic() + START_S

@@ -67,6 +67,13 @@ async def model_inputs(
 ) -> dict[str, Tensor]:
     """The inputs that transformers' processor makes of the ids and frames of that service."""
     prompt = generate_request([user_turn(list(parts), question)], {}).prompt
+    return await inputs_of_prompt(preprocessing, prompt, family, folder, config)
+
+
+async def inputs_of_prompt(
+    preprocessing: str, prompt: prompt_pb2.Prompt, family: FamilyUnderTest, folder: Path, config: Any
+) -> dict[str, Tensor]:
+    """`model_inputs` of a prompt."""
     plan, frames = await plan_and_frames(preprocessing, prompt)
     ids = torch.from_numpy(plan.input_ids.astype(np.int64))[None]
     if family.inputs is not None:

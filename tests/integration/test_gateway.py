@@ -313,7 +313,7 @@ def test_broken_and_large_bodies_and_unknown_paths_have_a_status(http: httpx.Cli
             rf"the body has at least \d+ bytes, at most {limit} are allowed: --max-inline-bytes is {MAX_INLINE_BYTES}"
         )
         assert re.fullmatch(f"{told}; {LARGER}", large.json()["error"]["message"])
-    assert http.get("/v1/embeddings").status_code == 404
+    assert http.get("/v1/moderations").status_code == 404
     assert http.get("/v1/chat/completions").status_code == 405
 
 

@@ -28,6 +28,13 @@ UNUSED: list[dict[str, Any]] = [
     {"stream_options": None, "structured_outputs": None, "tool_choice": None, "pruning": None},
     {"pruning": {"rate": None, "method": None, "seed": None}},
     {"pruning": {"method": "vcast"}},
+    {"best_of": 1, "use_beam_search": False, "early_stopping": False, "include_stop_str_in_output": False}
+    | {"spaces_between_special_tokens": True, "add_special_tokens": False, "continue_final_message": False}
+    | {"include_reasoning": True, "return_tokens_as_token_ids": False, "return_token_ids": False}
+    | {"documents": [], "logits_processors": [], "vllm_xargs": {}, "top_k": -1.0, "n": 1.0, "priority": 0.0}
+    | dict.fromkeys(("prompt_logprobs", "truncate_prompt_tokens", "allowed_token_ids", "chat_template", "request_id"))
+    | dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "kv_transfer_params", "structural_tag"))
+    | {"structured_outputs": {"regex": None, "choice": None, "disable_any_whitespace": False}},
 ]
 
 
@@ -165,13 +172,16 @@ REFUSED = [
     ({"temperature": "hot"}, "temperature", "valid number"),
     ({"max_tokens": 0}, "max_tokens", "must be"),
     ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", "must be"),
-    ({"best_of": 2}, "best_of", "is not a field that this service knows"),
+    ({"best_of": 2}, "best_of", "less than or equal to 1"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs", "must not be set"),
+    ({"max_tokens": 1.5}, "max_tokens", "valid integer"),
+    ({"logits": 1}, "logits", "is not a field that this service knows"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "must be set"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
     ({"tool_choice": "required"}, "tool_choice", "without tools"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.function.name", "one of the"),
     ({"chat_template_kwargs": {"thinking_budget": 9}}, "chat_template_kwargs.thinking_budget", "not a variable"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex", "is not a field"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex", "must not be set"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
     ({"skip_special_tokens": False}, "skip_special_tokens", "True"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),

@@ -36,6 +36,12 @@ from tests.processes import children, runs
 # Stages that a request cannot finish while generation drains.
 ENDLESS = ("in transfer", "fetching", "generating")
 SOFT_LIMIT, WORKERS_LIMIT = 200, 32
+# Runs preprocessing with these limits of open files.
+LIMITED = """
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_NOFILE, {limits})
+runpy.run_module("gridsieve.services.preprocessing", run_name="__main__", alter_sys=True)
+"""
 
 Start = Callable[..., Service]
 
@@ -45,8 +51,9 @@ def start(tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts preprocessing with these flags and one worker that decodes."""
     started: list[Service] = []
 
-    def one(*flags: str) -> Service:
-        service = Service("preprocessing", tiny_checkpoint, tmp_path, ("--decode-workers", "1", *flags))
+    def one(*flags: str, program: str | None = None) -> Service:
+        flags = ("--decode-workers", "1", *flags)
+        service = Service("preprocessing", tiny_checkpoint, tmp_path, flags, program=program)
         started.append(service)
         service.start()
         return service
@@ -58,12 +65,8 @@ def start(tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Start]:
 
 async def test_a_service_limits_its_open_files_and_ends_with_0_without_requests(start: Start) -> None:
     """A service may open as many files as the system allows, a worker only what it needs."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (SOFT_LIMIT, hard))
-    try:
-        service = start()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    service = start(program=LIMITED.format(limits=(SOFT_LIMIT, hard)))
     service.ready()
     workers = children(service.pid)
     assert resource.prlimit(service.pid, resource.RLIMIT_NOFILE) == (hard, hard)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from io import BytesIO
@@ -14,18 +13,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import AutoTokenizer
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil, get_min_tile_covering_grid
 from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
 
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.common.contract.errors import InvalidRequest, StartupError
-from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.errors import StartupError
 from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.planner import Planner
-from tests.families.ovis2 import FIRST_ID, INDICATORS, PAD, SIDE_PX, TOKENS
+from tests.families.ovis2 import FIRST_ID, INDICATORS, SIDE_PX, TOKENS
 from tests.media import picture
-from tests.preprocessing.planning import ROUNDING, image, plan_of, sent_of
+from tests.preprocessing import planning
+from tests.preprocessing.planning import ROUNDING, image, plan_of, sent_of, with_settings
 
 # Width and height: of one tile, wide, tall, and both.
 SIZES = [(56, 56), (300, 90), (90, 300), (130, 120)]
@@ -51,10 +49,9 @@ def written(images: Any, index: int) -> str:
 
 def ids_of(folder: Path, text: str) -> list[int]:
     """The ids of a user's turn, of which those of the processor's marks are the stored vectors'."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    tokenizer = planning.tokenizer_of(folder)
     ours = {tokenizer.convert_tokens_to_ids(name): FIRST_ID + number for number, name in enumerate(INDICATORS)}
-    return [ours.get(each, each) for each in ids["input_ids"]]
+    return [ours.get(each, each) for each in planning.ids_of(folder, text)]
 
 
 @pytest.mark.parametrize("tiled", [True, False])
@@ -63,7 +60,7 @@ def test_tiles_and_tokens_of_an_image_are_those_of_the_processor(
     folder: Path, tmp_path: Path, width: int, height: int, tiled: bool
 ) -> None:
     if not tiled:
-        folder = changed(folder, tmp_path, crop_to_patches=False)
+        folder = with_settings(folder, tmp_path, preprocessor_config={"crop_to_patches": False})
     data = picture(width, height)
     plan, [slices] = sent_of(folder, image(data), "What?")
     expected = Ovis2ImageProcessorPil.from_pretrained(folder)([Image.open(BytesIO(data))], **LEVELS)
@@ -90,50 +87,17 @@ def test_any_picture_has_the_tiles_of_the_processor(planner: Planner, height: in
     assert replace(family, max_tiles=most)._tiles(height, width) == theirs
 
 
-def test_embeddings_of_an_image_have_the_text_of_its_tiles(planner: Planner) -> None:
-    plan, family = plan_of(planner, image(picture(300, 90)), "What?"), planner._family
-    (item,) = plan.media
-    laid = family.image(90, 300, image(b"").sampling, 0, 1)
-    assert item.frames.tile_columns > 0
-    assert family.embedded_image(item.grid, item.frames.tile_columns, 0) == laid.expansion
-    for grid, columns, field in (
-        (Grid(1, 4, TOKENS), 2, "tile_columns"),
-        (Grid(1, 4, 3), 3, "grid.w"),
-        (Grid(1, 3, 3), 0, "grid"),
-    ):
-        with pytest.raises(InvalidRequest) as refused:
-            family.embedded_image(grid, columns, 0)
-        assert refused.value.field == f"embeds.{field}"
-
-
-def test_a_caller_cannot_write_the_marks_of_pictures(planner: Planner, folder: Path) -> None:
-    control = AutoTokenizer.from_pretrained(folder).get_added_vocab()
-    ids = plan_of(planner, "".join((PAD, *INDICATORS))).input_ids.tolist()
-    assert not {control[name] for name in (PAD, *INDICATORS)} & set(ids)
-    assert max(ids) < FIRST_ID
-
-
-def changed(folder: Path, to: Path, file: str = "preprocessor_config.json", **settings: Any) -> Path:
-    """A copy with other settings in a file."""
-    for each in folder.iterdir():
-        if each.name == file:
-            (to / file).write_text(json.dumps(json.loads(each.read_text()) | settings))
-        else:
-            (to / each.name).symlink_to(each)
-    return to
-
-
 @pytest.mark.parametrize(
     ("file", "settings", "named"),
     [
-        ("preprocessor_config.json", {"use_covering_area_grid": False}, "use_covering_area_grid is False, only True"),
-        ("preprocessor_config.json", {"size": {"height": 50, "width": 50}}, "vision_config's 56"),
-        ("processor_config.json", {"image_seq_length": 9}, "image_seq_length is 9, the tower makes 4 tokens"),
-        ("config.json", {"visual_indicator_token_ids": [1, 2, 3, 4, 5]}, "are not the ids of <IMG_START>, <IMG_GRID>"),
+        ("preprocessor_config", {"use_covering_area_grid": False}, "use_covering_area_grid is False, only True"),
+        ("preprocessor_config", {"size": {"height": 50, "width": 50}}, "vision_config's 56"),
+        ("processor_config", {"image_seq_length": 9}, "image_seq_length is 9, the tower makes 4 tokens"),
+        ("config", {"visual_indicator_token_ids": [1, 2, 3, 4, 5]}, "are not the ids of <IMG_START>, <IMG_GRID>"),
     ],
 )
 def test_unsupported_settings_refuse_to_start(
     folder: Path, tmp_path: Path, file: str, settings: Any, named: str
 ) -> None:
     with pytest.raises(StartupError, match=named):
-        load_family(Checkpoint(changed(folder, tmp_path, file, **settings)))
+        load_family(Checkpoint(with_settings(folder, tmp_path, **{file: settings})))

@@ -24,8 +24,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import (
 )
 
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.common.contract.errors import InvalidRequest, StartupError
-from gridsieve.common.contract.plan import Grid, Modality
+from gridsieve.common.contract.errors import StartupError
 from gridsieve.families.smolvlm.prompt import _in_words
 from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.planner import Planner
@@ -186,22 +185,6 @@ def test_a_part_of_a_video_says_how_long_the_whole_is(planner: Planner, folder: 
     assert "series of three frames from a 0:00:05 [H:MM:SS] video.\n\nFrame from 00:02:" in text
 
 
-def test_embeddings_of_an_image_have_the_text_of_its_squares(planner: Planner) -> None:
-    plan, family = plan_of(planner, image(picture(300, 90)), "What?"), planner._family
-    (item,) = plan.media
-    assert (item.grid, item.frames.tile_columns) == (Grid(1, 4, TOKENS), 3)
-    laid = family.image(90, 300, image(b"").sampling, 0, 1)
-    assert family.embedded_image(item.grid, 3, 0) == laid.expansion
-    for grid, columns, field in (
-        (Grid(1, 4, TOKENS), 2, "tile_columns"),
-        (Grid(1, 4, 3), 3, "grid.w"),
-        (Grid(1, 3, 3), 0, "grid"),
-    ):
-        with pytest.raises(InvalidRequest) as refused:
-            family.embedded_image(grid, columns, 0)
-        assert refused.value.field == f"embeds.{field}"
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -214,10 +197,3 @@ def test_embeddings_of_an_image_have_the_text_of_its_squares(planner: Planner) -
 def test_unsupported_settings_refuse_to_start(folder: Path, tmp_path: Path, settings: Any, named: str) -> None:
     with pytest.raises(StartupError, match=named):
         load_family(Checkpoint(with_settings(folder, tmp_path, preprocessor_config=settings)))
-
-
-def test_a_caller_cannot_write_the_marks_of_squares(planner: Planner, folder: Path) -> None:
-    assert planner._family.placeholders.keys() == set(Modality)
-    control = tokenizer_of(folder).get_added_vocab()
-    ids = plan_of(planner, "<row_1_col_1><global-img><fake_token_around_image><image><video>").input_ids
-    assert not {control[name] for name in ("<row_1_col_1>", "<global-img>", "<image>")} & set(ids.tolist())

@@ -30,14 +30,25 @@ from transformers.models.llava_onevision.modeling_llava_onevision import unpad_i
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.common.contract.errors import StartupError
-from gridsieve.common.contract.plan import PromptPlan
+from gridsieve.common.contract.errors import InvalidRequest, StartupError
+from gridsieve.common.contract.plan import Grid, PromptPlan
 from gridsieve.families.llava.anyres import AnyRes
 from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.planner import Planner
 from tests.families import NEWLINE_ID, NEXT_VIDEO_PX, ONEVISION_PATCH, ONEVISION_PX
+from tests.families.ovis2 import INDICATORS, PAD
 from tests.media import picture
-from tests.preprocessing.planning import ROUNDING, ids_of, image, plan_of, rgb, sent_of, video, with_settings
+from tests.preprocessing.planning import (
+    ROUNDING,
+    ids_of,
+    image,
+    plan_of,
+    rgb,
+    sent_of,
+    tokenizer_of,
+    video,
+    with_settings,
+)
 from tests.preprocessing.preprocessing_media import clip, decoded_in_order
 
 SIDE = ONEVISION_PX // ONEVISION_PATCH
@@ -240,3 +251,32 @@ def test_tiles_of_every_size_are_those_of_transformers(height: int, width: int) 
     counting.num_image_tokens, counting.vision_aspect_ratio = 729, "anyres_max_9"
     rows, columns = tiles.shrunk
     assert 729 + rows * columns + rows == counting._get_number_of_features(height, width, 384, 384)
+
+
+# What Ovis2's and SmolVLM's processors write of images. A tile has four tokens.
+MARKS = {"ovis2": (PAD, *INDICATORS), "smolvlm": ("<row_1_col_1>", "<global-img>", "<image>")}
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_a_caller_cannot_write_the_marks_of_tiles(checkpoints: Callable[[str], Path], name: str) -> None:
+    tokenizer = tokenizer_of(checkpoints(name))
+    ids = plan_of(checkpoints(name), "".join(MARKS[name])).input_ids.tolist()
+    assert not set(tokenizer.convert_tokens_to_ids(list(MARKS[name]))) & set(ids)
+    assert max(ids) < len(tokenizer)  # where the ids of stored vectors begin
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_embeddings_of_an_image_have_the_text_of_its_tiles(checkpoints: Callable[[str], Path], name: str) -> None:
+    planner = Planner(Checkpoint(checkpoints(name)), None)
+    (item,), family = plan_of(planner, image(picture(300, 90)), "What?").media, planner._family
+    laid = family.image(90, 300, image(b"").sampling, 0, 1)
+    assert item.frames.tile_columns > 0
+    assert family.embedded_image(item.grid, item.frames.tile_columns, 0) == laid.expansion
+    for grid, columns, field in (
+        (Grid(1, 4, 4), 2, "tile_columns"),
+        (Grid(1, 4, 3), 3, "grid.w"),
+        (Grid(1, 3, 3), 0, "grid"),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            family.embedded_image(grid, columns, 0)
+        assert refused.value.field == f"embeds.{field}"

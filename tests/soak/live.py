@@ -207,7 +207,7 @@ async def soak(minutes: int, count: int, camera_count: int) -> Report:
     pictures = [picture for _, picture in footage.pictures(str(CLIP), FPS)]
     async with cameras.filming(camera_count, minutes) as filmed:
         flags = {**FLAGS, "preprocessing": (*FLAGS["preprocessing"], *filmed.flags, "--max-streams", str(camera_count))}
-        with running(DEMO_MODEL, flags=flags) as stack:
+        with running(DEMO_MODEL, flags=flags, alone=True) as stack:
             services = list(stack.services.values())
             began_s = time.monotonic()
             memory, dropped = await hour(stack, pictures, minutes)

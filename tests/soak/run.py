@@ -102,7 +102,7 @@ def _running() -> Iterator[list[Service]]:
 
         def service(name: str, **upstream: str) -> Service:
             addresses = tuple(word for name, address in upstream.items() for word in (f"--{name}", address))
-            made = Service(name, DEMO_MODEL, Path(folder), (*FLAGS[name], *addresses))
+            made = Service(name, DEMO_MODEL, Path(folder), (*FLAGS[name], *addresses), alone=True)
             running.callback(made.close)
             made.start()
             return made

@@ -52,7 +52,9 @@ def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_B
     check_inline_bytes(sum(map(_inline_bytes, media)), max_inline_bytes)
     check_tools(prompt)
     texts = [part.text for message in prompt.messages for part in message.parts]
-    texts += [text for message in prompt.messages for text in (message.tool_call_id, message.tool_name)]
+    texts += [
+        text for message in prompt.messages for text in (message.tool_call_id, message.tool_name, message.thought)
+    ]
     calls = [call for message in prompt.messages for call in message.tool_calls]
     texts += [text for call in calls for text in (call.id, call.name, call.arguments)]
     texts += [text for tool in prompt.tools for text in (tool.name, tool.description, tool.parameters)]
@@ -137,6 +139,7 @@ def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[byt
             tool_calls=message.tool_calls,
             tool_call_id=message.tool_call_id,
             tool_name=message.tool_name,
+            thought=message.thought,
         )
         for part in message.parts:
             kind = part.WhichOneof("content")

@@ -59,7 +59,7 @@ Behaviour = Callable[[Any, Any], AsyncGenerator[Any]]
 
 
 class RequestInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every streaming method of gridsieve.v1. Methods of health and reflection stay as they are.
+    """Wraps every method of gridsieve.v1. Methods of health and reflection stay as they are.
 
     stage: the name of this service, for callers of another service's method. tokens: of which callers must send one,
     before anything of their request is read; None admits everybody. Health needs no token, because probes have none.
@@ -163,7 +163,13 @@ async def _answered(handler: Any, requests: _Requests, context: grpc.aio.Service
     if request is None:
         await asyncio.sleep(_CANCELLED_S)
         raise InvalidRequest("the call ended before its request arrived")
-    return handler.unary_stream(request, context)
+    if handler.response_streaming:
+        return handler.unary_stream(request, context)
+    return _single(handler.unary_unary(request, context))
+
+
+async def _single(response: Awaitable[Any]) -> AsyncGenerator[Any]:
+    yield await response
 
 
 def _without_token(requests: Any, context: Any) -> AsyncGenerator[Any]:

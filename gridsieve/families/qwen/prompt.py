@@ -15,7 +15,7 @@ Qwen2-VL, arXiv 2409.12191; Qwen2.5-VL, arXiv 2502.13923; Qwen3-VL, arXiv 2511.2
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Self
 
@@ -27,7 +27,7 @@ from gridsieve.families.parts.sampling import count_of, from_first_to_last
 from gridsieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_least_a_token, at_most, by_slice
 from gridsieve.services.preprocessing.prompt.layout import Expansion
 from gridsieve.services.preprocessing.prompt.positions import GridSpan
-from gridsieve.services.preprocessing.video.resize import smart_resize
+from gridsieve.services.preprocessing.video.resize import PixelBudget, smart_resize
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from gridsieve.services.preprocessing.video.timing import TimeBase
 
@@ -45,6 +45,8 @@ _DEFAULTS_OF_3 = VideoDefaults(
     max_tokens=768,
     old_names=("image",),
 )
+# Of Qwen3-VL-Embedding and -Reranker, in tokens: of an image, and of each frame of a video.
+_RETRIEVED_IMAGE, _RETRIEVED_FRAME = (4, 1800), (128, 768)
 _DEEPSTACK_INDEXES = (8, 16, 24)
 _WITHOUT_DEEPSTACK = ("qwen3_5", "qwen3_5_moe")
 
@@ -125,10 +127,12 @@ class Qwen3VL(QwenVL):
     """embed_levels: the number of tower layers that feed deepstack."""
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Qwen3VL:
+        """Of an embedder or a reranker, with frames and sizes of their own."""
         indexes = checkpoint.config.part("vision_config").get("deepstack_visual_indexes", _DEEPSTACK_INDEXES)
         levels = 0 if checkpoint.model_type in _WITHOUT_DEEPSTACK else len(indexes)
-        return cls.read(checkpoint, _DEFAULTS_OF_3, embed_levels=levels)
+        made = cls.read(checkpoint, _DEFAULTS_OF_3, embed_levels=levels)
+        return made if checkpoint.task == "generate" else _for_retrieval(made)
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
         """Evenly spaced indices from the first frame to the last. Their number may be odd."""
@@ -153,3 +157,43 @@ class Qwen3VL(QwenVL):
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
         """For each slice its timestamp, and its grid between vision markers."""
         return by_slice(grid, base, lambda s: (f"<{s:.1f} seconds><|vision_start|>", "<|vision_end|>"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3VLRetrieval(Qwen3VL):
+    """Qwen3-VL-Embedding and -Reranker, whose published scripts choose frames and sizes, and not their processors.
+
+    Source: the scripts of QwenLM/Qwen3-VL-Embedding, and `smart_nframes` and `fetch_video` of qwen-vl-utils.
+    """
+
+    def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
+        """An even number of evenly spaced indices from the first frame to the last; of one frame the first."""
+        patch = bounds.temporal_patch
+        wanted = bounds.num_frames or total_frames / float(average_rate) * bounds.fps
+        if bounds.num_frames is None:
+            wanted = min(max(wanted, bounds.min_frames), bounds.max_frames)
+        frames = math.floor(min(wanted, total_frames) / patch) * patch
+        return _torch_linspace(total_frames - 1, frames) if frames else (0,)
+
+    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
+        """Each frame has a budget of its own, and small ones are enlarged."""
+        budget = self.video_budget if wish.max_pixels is None else at_most(self.video_budget, wish.max_pixels)
+        return smart_resize(height_px, width_px, budget)
+
+
+def _torch_linspace(end: int, count: int) -> tuple[int, ...]:
+    """Reproduces `torch.linspace(0, end, count).round()`, which counts from both ends in float32."""
+    index, step = np.arange(count, dtype=np.float32), np.float32(end) / np.float32(count - 1)
+    values = np.where(index < count // 2, step * index, np.float32(end) - step * (np.float32(count - 1) - index))
+    return tuple(values.round().astype(int).tolist())
+
+
+def _for_retrieval(family: Qwen3VL) -> Qwen3VLRetrieval:
+    """The family with the frames and sizes of the published scripts, whatever the checkpoint's processors say."""
+    own = {each.name: getattr(family, each.name) for each in fields(family)}
+    image, frame = (
+        PixelBudget(family.token_px, least * family.token_px**2, most * family.token_px**2)
+        for least, most in (_RETRIEVED_IMAGE, _RETRIEVED_FRAME)
+    )
+    bounds = replace(family.frame_bounds, fps=1.0, min_frames=4, max_frames=64)
+    return Qwen3VLRetrieval(**own | {"image_budget": image, "video_budget": frame, "frame_bounds": bounds})

@@ -4,6 +4,7 @@
     Qwen2.5-VL    arXiv 2502.13923                      Qwen/Qwen2.5-VL-7B-Instruct
     Qwen3-VL      arXiv 2511.21631, deepstack           Qwen/Qwen3-VL-4B-Instruct, Qwen/Qwen3-VL-30B-A3B-Instruct
                   is arXiv 2406.04334
+                  arXiv 2601.04720          Qwen/Qwen3-VL-Embedding-2B, Qwen/Qwen3-VL-Reranker-2B, and their scripts
     Qwen3.5       and its line: transformers' classes   Qwen/Qwen3.5-9B, Qwen/Qwen3.5-35B-A3B
 
 Three of four layers of Qwen3.5 are gated delta networks, which keep a recurrent state, the fourth is gated attention
@@ -54,12 +55,23 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
 )
 
 from gridsieve.services.generation.loading.text_family import TextClasses, TextFamily
+from gridsieve.services.generation.model.reading import Reading
 
 # Published checkpoints of Qwen2-VL and 2.5 use the second; transformers 5 writes the first if asked not to keep the
 # original names.
 _PREFIXES_OF_2 = ("model.language_model.", "model.")
 _PREFIXES_OF_3 = ("model.language_model.",)
 _EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+# Of Qwen3-VL-Embedding and -Reranker.
+_READINGS = (
+    Reading("embed", "Represent the user's input."),
+    Reading(
+        "score",
+        "Given a search query, retrieve relevant candidates that answer the query.",
+        "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
+        'answer can only be "yes" or "no".',
+    ),
+)
 
 
 class _Deepstack:
@@ -109,6 +121,7 @@ QWEN3_VL, QWEN3_VL_MOE = (
         embed_levels=lambda config: len(config.vision_config.deepstack_visual_indexes),
         plan=plan,
         change=_transpose_experts,
+        readings=_READINGS,
     )
     for config_class, classes, plan in (
         (

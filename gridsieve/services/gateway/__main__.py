@@ -37,6 +37,7 @@ from gridsieve.services.gateway.realtime.endpoint import Realtime
 from gridsieve.services.gateway.realtime.live import Generation
 from gridsieve.services.gateway.realtime.watch import Watch
 from gridsieve.services.gateway.settings import GatewaySettings
+from gridsieve.services.gateway.vectors.endpoint import Vectors
 
 _HEALTH_S = 1.0
 
@@ -89,7 +90,8 @@ async def main() -> ExitStatus:
         origins = tuple(filter(None, map(str.strip, settings.cors_origins.split(","))))
         live = Generation(channel, credentials.metadata)
         realtime, watch = Realtime(live, models), Watch(live, models, questions.body_limit)
-        app = routes(questions, models, files, kept, realtime, watch, is_well, tokens)
+        vectors = Vectors(client, models, files, questions.body_limit)
+        app = routes(questions, models, files, kept, realtime, watch, vectors, is_well, tokens)
         guard = RequestGuard(app, Origins(origins, settings.listen), quotas, tokens, credentials.token is None)
         status = await serve(with_cors(guard, origins), guard.drain, settings)
         expiring.cancel()

@@ -29,6 +29,7 @@ from gridsieve.services.gateway.questions import Questions
 from gridsieve.services.gateway.realtime.endpoint import Realtime
 from gridsieve.services.gateway.realtime.watch import Watch
 from gridsieve.services.gateway.responses.endpoint import Responses
+from gridsieve.services.gateway.vectors.endpoint import Vectors
 
 
 def routes(
@@ -38,6 +39,7 @@ def routes(
     kept: Kept,
     realtime: Realtime,
     watch: Watch,
+    vectors: Vectors,
     is_well: Callable[[], Awaitable[bool]],
     tokens: Tokens | None,
 ) -> Router:
@@ -70,6 +72,10 @@ def routes(
         Route("/v1/responses", answers.endpoint, methods=["POST"]),
         Route("/v1/responses/{response_id}", answers.response_endpoint, methods=["GET", "DELETE"]),
         WebSocketRoute("/v1/realtime", realtime.endpoint),
+        Route("/v1/embeddings", vectors.embeddings, methods=["POST"]),
+        Route("/v1/rerank", vectors.rerank, methods=["POST"]),
+        Route("/v2/rerank", vectors.rerank, methods=["POST"]),
+        Route("/v1/score", vectors.score, methods=["POST"]),
         Route("/v1/models", models.endpoint),
         Route("/v1/models/{model:path}", models.endpoint),
         Route("/v1/files", files.endpoint, methods=["GET", "POST"]),

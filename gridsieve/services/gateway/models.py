@@ -61,7 +61,8 @@ class Models:
         return JSONResponse(self._object(found))
 
     def _object(self, model: Model) -> dict[str, object]:
-        """OpenAI's fields, vLLM's, the pruning of videos for which a request names none, and the methods."""
+        """OpenAI's fields, vLLM's, the task, the instruction of prompts that have none, the pruning of videos
+        for which a request names none, and the methods."""
         return {
             "id": model.name,
             "object": "model",
@@ -70,6 +71,8 @@ class Models:
             "root": model.name,
             "parent": self._known[0].name if model.is_adapter else None,
             "max_model_len": model.max_model_len,
+            "task": model.task,
+            "instruction": model.instruction or None,
             "pruning": {
                 "rate": model.pruning_rate,
                 "method": model.pruning_method,

@@ -23,6 +23,7 @@ from gridsieve.services.gateway.http.errors import STATUS_TEXTS
 from gridsieve.services.gateway.http.request_guard import route_of
 from gridsieve.services.gateway.realtime.request import SessionFields
 from gridsieve.services.gateway.responses.request import ResponsesRequest
+from gridsieve.services.gateway.vectors.request import EmbeddingsRequest, RerankRequest, ScoreRequest
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -68,6 +69,11 @@ class _Operation:
     status: int = 200
 
 
+_RERANK = _Operation(
+    "The documents that answer a query best, as Cohere's and vLLM's rerank.",
+    "Cohere's `results`: `index` and `relevance_score`, the best first.",
+    RerankRequest,
+)
 _OPERATIONS = {
     ("POST", "/v1/chat/completions"): _Operation(
         "Answers a question about images and videos, as OpenAI's chat completions do.",
@@ -88,8 +94,19 @@ _OPERATIONS = {
     ("GET", "/v1/realtime"): _Operation(
         "A WebSocket: live video in OpenAI's Realtime events.", "The connection is a WebSocket.", kinds=(), status=101
     ),
+    ("POST", "/v1/embeddings"): _Operation(
+        "The vectors of texts, or of a conversation with images and videos, as OpenAI's and vLLM's embeddings.",
+        "OpenAI's list of embeddings.",
+        EmbeddingsRequest,
+    ),
+    ("POST", "/v1/rerank"): _RERANK,
+    ("POST", "/v2/rerank"): _RERANK,
+    ("POST", "/v1/score"): _Operation(
+        "How well documents answer queries, as vLLM's scores.", "vLLM's list of scores.", ScoreRequest
+    ),
     ("GET", "/v1/models"): _Operation(
-        "The names that a request may give as `model`.", "OpenAI's list of models, with `max_model_len` and pruning."
+        "The names that a request may give as `model`.",
+        "OpenAI's list of models, with `max_model_len`, `task` and pruning.",
     ),
     ("GET", "/v1/models/{model}"): _Operation("One of these names.", "OpenAI's model, as in the list."),
     ("GET", "/v1/files"): _Operation("The caller's uploaded files.", "OpenAI's list of files.", query=Listing),

@@ -32,6 +32,7 @@ from gridsieve.families import family_of
 from gridsieve.services.compute.device import device_of, name_of
 from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.engine.payoff import Payoff
+from gridsieve.services.generation.engine.speculation import PromptLookup, Room
 from gridsieve.services.generation.loading import check_ranks
 from gridsieve.services.generation.memory.blocks import BlockAllocator
 from gridsieve.services.generation.memory.state_slots import StateSlots
@@ -39,6 +40,7 @@ from gridsieve.services.generation.model.states import RESERVED
 from gridsieve.services.generation.parallel.group import WorkerRanks
 from gridsieve.services.generation.rpc.metrics import count_step, watch
 from gridsieve.services.generation.rpc.servicer import SERVICE, GenerationServicer
+from gridsieve.services.generation.sampling.answer_reader import MARKS
 from gridsieve.services.generation.sampling.defaults import sampling_defaults
 from gridsieve.services.generation.sampling.detokenizer import load_tokenizer
 from gridsieve.services.generation.served_model import LiveModel, ServedModel
@@ -64,7 +66,7 @@ async def main() -> ExitStatus:
     check_pruning(family, pruning)
     said = {"rate": pruning.rate, "method": pruning.method, "threshold": pruning.threshold}
     log.info("pruning where a request names none", **said)
-    defaults, tokenizer = sampling_defaults(checkpoint), load_tokenizer(checkpoint.folder)
+    defaults, tokenizer = sampling_defaults(checkpoint), load_tokenizer(checkpoint.folder, MARKS)
     broken = asyncio.Event()
     break_off = partial(asyncio.get_running_loop().call_soon_threadsafe, broken.set)
     with ExitStack() as ends:
@@ -73,7 +75,7 @@ async def main() -> ExitStatus:
         model = built.runner.model
         names = served_names(checkpoint, settings.served_model_name)
         live = None
-        if family.live:
+        if family.live and not model.reads:
             recurrent = model.states is not None
             live = LiveModel(built.live_blocks * BLOCK_TOKENS, BLOCK_TOKENS, model.context_tokens, recurrent)
         served = ServedModel.of(
@@ -99,13 +101,15 @@ async def main() -> ExitStatus:
             break_off,
             overlap=model.device.type != "cpu",
             states=StateSlots(built.state_slots, RESERVED) if built.state_slots else None,
-            payoff=Payoff() if model.draft else None,
+            payoff=Payoff(Room() if model.draft else PromptLookup()) if settings.max_draft_tokens else None,
             live_blocks=built.live_blocks,
         )
         media_buffer = ByteSemaphore(settings.media_buffer_bytes)
         begin("generation", "Generate", checkpoint, settings.served_model_name, name_of(model.dtype), str(model.device))
         begin_method("ListModels")
         begin_method("Live")
+        begin_method("Embed")
+        begin_method("Score")
         watch(engine, media_buffer, built.limits.max_num_seqs, settings.max_waiting_requests)
         if model.device.type == "cpu":
             # Otherwise it decodes the first answers one by one while the encoder, on the same cores, still encodes the

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from gridsieve.common.chat_templates import chat_templates
-from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.checkpoint import Checkpoint, Task
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.plan import PromptPlan
 from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.common.contract.wire import completed, pruning_message
 from gridsieve.services.generation.model.adapters import Adapters
 from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.reading import Reading
 from gridsieve.services.generation.request.prompt_limit import PromptLimit
 from gridsieve.services.generation.sampling.banned import Spelling, spellings
+from gridsieve.services.generation.sampling.call_forms import CallForm, form_of
 from gridsieve.services.generation.sampling.defaults import SamplingDefaults
 from gridsieve.services.generation.sampling.detokenizer import Detokenizer, Tokenizer
 from gridsieve.services.generation.sampling.params import SamplingRequest
 from gridsieve.services.generation.sampling.sampler import SamplingParams
 from gridsieve.services.generation.sampling.structured import Grammar, Grammars
-from gridsieve.services.generation.sampling.tool_calls import writes_calls
+from gridsieve.services.generation.sampling.thoughts import Thought, thinks, thought_after
 from gridsieve.services.generation.upstream.arriving_item import ModelInput
 from gridsieve.v1 import prompt_pb2
+
+_METHODS: Mapping[Task, str] = {
+    "generate": "Generate and Live, over HTTP /v1/chat/completions, /v1/responses and /v1/realtime",
+    "embed": "Embed, over HTTP /v1/embeddings",
+    "score": "Score, over HTTP /v1/rerank and /v1/score",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +56,10 @@ class ServedModel:
     defaults: for sampling fields that a request leaves unset; they hold the size of the vocabulary and the end tokens.
     limit: on a prompt and its answer together.
     adapters: those that requests may name.
-    reads_calls: whether it writes tool calls in the form that `CallReader` reads.
+    call_form: in which it writes tool calls; None: in none that is read here. thinks: whether it knows thoughts.
     pruning: of videos for which a request names none. pruning_methods: those that a request may name. usual_method: of
         a rate without a method.
+    reads: how prompts are read; None of a model that generates.
     live: None of families that are not served in live sessions.
     """
 
@@ -59,11 +70,13 @@ class ServedModel:
     limit: PromptLimit
     grammars: Grammars
     adapters: Adapters
-    reads_calls: bool
+    call_form: CallForm | None
+    thinks: bool
     pruning: ItemPruning
     pruning_methods: Sequence[str]
     usual_method: str
     live: LiveModel | None = None
+    reads: Reading | None = None
 
     @classmethod
     def of(
@@ -80,6 +93,8 @@ class ServedModel:
         live: LiveModel | None = None,
     ) -> Self:
         """tokenizer, defaults: of the checkpoint. limit_tokens: of a prompt after pruning and its answer."""
+        templates = chat_templates(checkpoint).for_tools
+        call_form = form_of(templates)
         context_tokens = model.context_tokens if model.position_axes == 1 else None
         return cls(
             names,
@@ -94,14 +109,32 @@ class ServedModel:
             tokenizer,
             defaults,
             PromptLimit(limit_tokens, context_tokens),
-            Grammars(checkpoint.folder, defaults.vocab_size, defaults.eos_ids),
+            Grammars(checkpoint.folder, defaults.vocab_size, defaults.eos_ids, call_form),
             model.adapters,
-            writes_calls(chat_templates(checkpoint).for_tools),
+            call_form,
+            thinks(templates),
             pruning,
             pruning_methods,
             usual_method,
             live,
+            model.reads,
         )
+
+    @property
+    def task(self) -> Task:
+        return self.reads.task if self.reads else "generate"
+
+    def check_task(self, task: Task) -> None:
+        """Raises InvalidRequest, with the methods that it has, if the model does something else."""
+        if task != self.task:
+            name = self.names[0] if self.names else "this model"
+            raise InvalidRequest(f"{name} does not {task}: it is served by {_METHODS[self.task]}", field="model")
+
+    def reading(self, task: Task) -> Reading:
+        """Raises InvalidRequest if the model does something else."""
+        self.check_task(task)
+        assert self.reads is not None
+        return self.reads
 
     def completed(self, pruning: prompt_pb2.Pruning) -> prompt_pb2.Pruning:
         """The pruning of a request, with what it does not say. The usual method stays unset: it is another one for
@@ -113,12 +146,22 @@ class ServedModel:
 
     async def constraints(self, wanted: SamplingRequest) -> tuple[Grammar | None, Sequence[Spelling]]:
         """The grammar of a request's answers, if they have one, and the spellings of its bad words; in a thread."""
-        grammar, bad_words = None, tuple[Spelling, ...]()
-        if wanted.is_constrained:
-            grammar = await asyncio.to_thread(self.grammars.compile, wanted.json_schema, wanted.tool_use)
+        grammar, bad_words = await self.grammar_after(None, wanted), tuple[Spelling, ...]()
         if wanted.bad_words:
             bad_words = await asyncio.to_thread(spellings, self.tokenizer, wanted.bad_words)
         return grammar, bad_words
+
+    async def grammar_after(self, thought: Thought | None, wanted: SamplingRequest) -> Grammar | None:
+        """The grammar of a request's answers and their thought, if they have one; in a thread."""
+        budget = wanted.max_thinking_tokens if thought else None
+        if not wanted.is_constrained and budget is None:
+            return None
+        use = wanted.tool_use if wanted.is_constrained else None
+        return await asyncio.to_thread(self.grammars.compile, wanted.json_schema, use, thought, budget)
+
+    def thought_after(self, plan: PromptPlan) -> Thought | None:
+        """The thought of an answer to a prompt; None: it has none."""
+        return thought_after(plan.input_ids, self.tokenizer) if self.thinks else None
 
     def stop_finder(self, sampling: SamplingParams) -> Detokenizer | None:
         """For the engine, which must find stop strings in the text; None: there are none to find."""

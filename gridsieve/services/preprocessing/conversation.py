@@ -87,7 +87,8 @@ class Conversation:
         """Whether planning takes at most a second and waits for no worker and no lock: no large text, and no media but
         embeddings of as few tokens and few slices."""
         text = sum(len(part) for turn in self.turns for part in turn.parts if not isinstance(part, Modality))
-        others = (self.tools, self.template_options, [turn.tool_calls for turn in self.turns if turn.tool_calls])
+        said = [(turn.tool_calls, turn.thought) for turn in self.turns if turn.tool_calls or turn.thought]
+        others = (self.tools, self.template_options, said)
         grids = [item.location.grid for item in self.media if isinstance(item.location, Embeds)]
         embeds = sum(grid.tokens + _SLICE_CHARS * grid.t for grid in grids)
         return len(grids) == len(self.media) and embeds + text + len(str(others)) <= LARGE_TEXT_CHARS

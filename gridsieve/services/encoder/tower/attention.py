@@ -27,6 +27,7 @@ from transformers import AttentionInterface
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.services.compute.device import name_of
 from gridsieve.services.compute.kernels import avoid_cudnn, check_result
+from gridsieve.services.compute.transfers import to_device
 
 # transformers passes the ends of sequences only to attention functions with "flash" in their names.
 VARLEN = "gridsieve_flash_varlen"
@@ -197,11 +198,12 @@ def _attend_across(query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, en
 
 def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Tensor:
     lengths, rows = ends.diff().tolist(), int(ends[-1])
-    period = next(n for n in range(1, len(lengths) + 1) if lengths == lengths[:n] * (len(lengths) // n))
+    counts = (n for n in range(1, len(lengths) + 1) if not len(lengths) % n)
+    period = next(n for n in counts if lengths == lengths[:n] * (len(lengths) // n))
     repeats = len(lengths) // period
     if repeats == 1 and len(list(groupby(lengths))) > len(set(lengths)):
         sizes = ends.diff()
-        order = sizes.repeat_interleave(sizes).argsort(stable=True).to(query.device)
+        order = to_device(sizes.repeat_interleave(sizes).argsort(stable=True), query.device)
         by_length = F.pad(sizes.sort().values.cumsum(0), (1, 0))
         attended = _attend_by_length(query[order], key[order], value[order], by_length)
         return torch.empty_like(query).index_copy_(0, order, attended)

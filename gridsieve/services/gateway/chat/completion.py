@@ -56,7 +56,10 @@ class CompletionWriter:
             yield self._chunk(index, {"role": "assistant", "content": ""})
         if isinstance(event, Finished):
             yield self._chunk(index, {}, reason=event.reason.value)
-        elif event.text or event.logprobs or event.tool_calls:
+            return
+        if event.thought:
+            yield self._chunk(index, {"reasoning_content": event.thought})
+        if event.text or event.tool_calls or event.logprobs:
             told: dict[str, Any] = {}
             if event.text or not event.tool_calls:
                 told["content"] = event.text
@@ -106,6 +109,8 @@ def _message(choice: Choice) -> dict[str, Any]:
     """content: None where there are only tool calls."""
     content = choice.text if choice.text or not choice.tool_calls else None
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if choice.thought:
+        message["reasoning_content"] = choice.thought
     if choice.tool_calls:
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

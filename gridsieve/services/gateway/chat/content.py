@@ -60,7 +60,7 @@ def turns_of(request: ChatRequest, uploads: Uploads) -> list[Turn]:
     """Raises InvalidRequest for a part that cannot be what it says, and for one that its role cannot have."""
 
     def read(part: AnyPart, name: str) -> tuple[Part, MediaNames | None]:
-        return _part(part, name, request, uploads)
+        return part_of(part, name, request, uploads)
 
     turns = []
     for number, message in enumerate(request.messages):
@@ -74,6 +74,7 @@ def turns_of(request: ChatRequest, uploads: Uploads) -> list[Turn]:
             tuple(ToolCall(each.id, each.function.name, each.function.arguments) for each in calls),
             message.tool_call_id or "",
             (message.name or "") if message.role == "tool" else "",
+            message.reasoning_content or message.reasoning or "",
         )
         of_calls = [f"{name}.tool_calls[{place}]" for place in range(len(calls))]
         turns.append(Turn(turn, replace(names, turn=name, call_id=f"{name}.tool_call_id", calls=of_calls)))
@@ -105,6 +106,9 @@ def content_of(
 def _check_role(message: ChatMessage, name: str) -> None:
     if message.tool_calls and message.role != "assistant":
         raise InvalidRequest(f"must not be set: the role is {message.role}", field=f"{name}.tool_calls")
+    for field in ("reasoning_content", "reasoning"):
+        if getattr(message, field) and message.role != "assistant":
+            raise InvalidRequest(f"must not be set: the role is {message.role}", field=f"{name}.{field}")
     if message.tool_call_id is not None and message.role != "tool":
         raise InvalidRequest(f"must not be set: the role is {message.role}", field=f"{name}.tool_call_id")
     if message.tool_call_id is None and message.role == "tool":
@@ -141,7 +145,8 @@ def location_in(part: Strict, fields: Sequence[str]) -> str:
     return f"{field}.url" if isinstance(getattr(part, field), Location) else field
 
 
-def _part(part: AnyPart, name: str, request: ChatRequest, uploads: Uploads) -> tuple[Part, MediaNames | None]:
+def part_of(part: AnyPart, name: str, request: MediaOptions, uploads: Uploads) -> tuple[Part, MediaNames | None]:
+    """The part of a message, and its names if it is an image or a video. request: with options of all its media."""
     if isinstance(part, TextPart):
         return Text(part.text), None
     if isinstance(part, EmbedsPart):

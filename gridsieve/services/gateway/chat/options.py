@@ -42,6 +42,13 @@ def options_of(request: ChatRequest) -> tuple[Options, dict[str, str]]:
         "max_new_tokens": "max_completion_tokens" if older is None else "max_tokens",
         "min_new_tokens": "min_tokens",
     }
+    thinking, other = request.max_thinking_tokens, request.thinking_token_budget
+    if other is not None and thinking not in (None, other):
+        text = f"must not differ from max_thinking_tokens, got {other} and {thinking}"
+        raise InvalidRequest(text, field="thinking_token_budget")
+    options["max_thinking_tokens"] = other if thinking is None else thinking
+    if thinking is None:
+        names["max_thinking_tokens"] = "thinking_token_budget"
     if request.seed != -1:  # vLLM's spelling of "any"
         options["seed"] = request.seed
     if request.logit_bias:

@@ -17,12 +17,13 @@ from gridsieve.client.prompt import Embeds, Pruning
 from gridsieve.common.contract.data_urls import DataUrl
 from gridsieve.common.contract.errors import InvalidRequest, within
 from gridsieve.common.contract.plan import Grid
-from gridsieve.services.gateway.http.fields import Strict, parsed
+from gridsieve.services.gateway.http.fields import Strict, Whole, parsed
 
 Nothing: TypeAlias = None
 EmptyList: TypeAlias = Annotated[list[Any], Field(max_length=0)]
+EmptyObject: TypeAlias = Annotated[dict[str, Any], Field(max_length=0)]
 Unused: TypeAlias = str | None
-Zero: TypeAlias = Annotated[int, Field(ge=0, le=0)]
+Zero: TypeAlias = Annotated[Whole, Field(ge=0, le=0)]
 One: TypeAlias = Annotated[float, Field(ge=1, le=1)]
 Int32: TypeAlias = Annotated[int, Field(lt=2**31)]
 
@@ -205,21 +206,22 @@ class AssistantCall(Strict):
 
 
 class ChatMessage(Strict):
-    """A turn. content: unset where the model only called tools. The last fields are those that clients echo of an
-    answer, all empty here; `name` is used for tools alone."""
+    """A turn. content: unset where the model only called tools. reasoning_content, reasoning: two names of an answer's
+    thought. The last fields are those that clients echo of an answer, all empty here; `name` is used for tools alone.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[AnyPart] | None = None
     tool_calls: list[AssistantCall] | None = None
     tool_call_id: str | None = None
     name: Unused = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     refusal: Nothing = None
     audio: Nothing = None
     function_call: Nothing = None
     annotations: EmptyList | None = None
-    reasoning_content: Nothing = None
-    reasoning: Nothing = None
 
 
 class StreamOptions(Strict):
@@ -282,6 +284,15 @@ class StructuredOutputs(Strict):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
 
+    regex: Nothing = None
+    choice: Nothing = None
+    grammar: Nothing = None
+    structural_tag: Nothing = None
+    whitespace_pattern: Nothing = None
+    disable_fallback: Literal[False] | None = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+
 
 ResponseFormat: TypeAlias = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
 
@@ -297,25 +308,27 @@ class ChatRequest(MediaOptions):
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
 
-    max_completion_tokens: int | None = None
-    max_tokens: int | None = None
+    max_completion_tokens: Whole | None = None
+    max_tokens: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
-    n: int | None = None
+    seed: Whole | None = None
+    n: Whole | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Whole] | None = None
     ignore_eos: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    min_tokens: int | None = None
+    top_logprobs: Whole | None = None
+    min_tokens: Whole | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
+    max_thinking_tokens: Whole | None = None
+    thinking_token_budget: Whole | None = None
     cache_salt: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -342,6 +355,34 @@ class ChatRequest(MediaOptions):
     length_penalty: One | None = None
     priority: Zero | None = None
     echo: Literal[False] | None = None
+
+    # vLLM's.
+    best_of: One | None = None
+    use_beam_search: Literal[False] | None = None
+    early_stopping: Literal[False] | None = None
+    prompt_logprobs: Nothing = None
+    truncate_prompt_tokens: Nothing = None
+    allowed_token_ids: Nothing = None
+    include_stop_str_in_output: Literal[False] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    add_special_tokens: Literal[False] | None = None
+    continue_final_message: Literal[False] | None = None
+    include_reasoning: Literal[True] | None = None
+    chat_template: Nothing = None
+    documents: EmptyList | None = None
+    logits_processors: EmptyList | None = None
+    return_tokens_as_token_ids: Literal[False] | None = None
+    return_token_ids: Literal[False] | None = None
+    request_id: Nothing = None
+    kv_transfer_params: Nothing = None
+    vllm_xargs: EmptyObject | None = None
+    guided_json: Nothing = None
+    guided_regex: Nothing = None
+    guided_choice: Nothing = None
+    guided_grammar: Nothing = None
+    guided_decoding_backend: Nothing = None
+    guided_whitespace_pattern: Nothing = None
+    structural_tag: Nothing = None
 
 
 def parse(body: bytes | bytearray) -> ChatRequest:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from gridsieve.common.contract.errors import InvalidRequest
@@ -17,6 +17,11 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+
+Whole: TypeAlias = Annotated[
+    int, BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+]
+"""An integer, which some clients write as 1.0."""
 
 Body = TypeVar("Body", bound=BaseModel)
 

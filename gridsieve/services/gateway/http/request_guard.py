@@ -36,6 +36,10 @@ from gridsieve.services.gateway.http.origins import Origins
 METHODS = {
     "/v1/chat/completions": "ChatCompletions",
     "/v1/responses": "Responses",
+    "/v1/embeddings": "Embeddings",
+    "/v1/rerank": "Rerank",
+    "/v2/rerank": "Rerank",
+    "/v1/score": "Score",
     "/v1/models": "ListModels",
     "/v1/realtime": "Realtime",
     "/v1/files": "Files",

@@ -13,6 +13,7 @@ def options_of(request: ResponsesRequest) -> Options:
     tool_choice that is none of the tools."""
     options = Options(
         max_new_tokens=request.max_output_tokens,
+        max_thinking_tokens=request.max_thinking_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
         logprobs="message.output_text.logprobs" in (request.include or ()) or bool(request.top_logprobs),

@@ -22,7 +22,7 @@ from gridsieve.services.gateway.chat.request import (
     ObjectFormat,
     TextFormat,
 )
-from gridsieve.services.gateway.http.fields import Strict, parsed, short
+from gridsieve.services.gateway.http.fields import Strict, Whole, parsed, short
 
 _STATEFUL = {
     "conversation": "conversations are not kept, send previous_response_id, or their items in input",
@@ -113,11 +113,18 @@ class OutputItem(Strict):
 
 
 class ReasoningItem(Strict):
-    """Ignored: no answer here has one, and another model's is of no use."""
+    """What the model thought, as an answer had it; that of another model has no content, and is ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     type: Literal["reasoning"]
+    content: Ignored = None
+
+    @property
+    def text(self) -> str:
+        parts = self.content if isinstance(self.content, list) else []
+        said = (part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "reasoning_text")
+        return "".join(text for text in said if isinstance(text, str))
 
 
 class ItemReference(Strict):
@@ -184,11 +191,12 @@ class ResponsesRequest(MediaOptions):
     user: str | None = None
     metadata: dict[str, str] | None = None
 
-    max_output_tokens: int | None = None
+    max_output_tokens: Whole | None = None
+    max_thinking_tokens: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     text: TextOptions | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None

@@ -4,6 +4,7 @@
 
     message         output_item.added  content_part.added  output_text.delta*  output_text.done  content_part.done
                     output_item.done
+    reasoning       the same, with reasoning_text in place of output_text
     function_call   output_item.added  function_call_arguments.delta*  function_call_arguments.done  output_item.done
 
 One item ends before the next begins. Source: OpenAI's API reference, "the response object" and "streaming events".
@@ -12,6 +13,7 @@ One item ends before the next begins. Source: OpenAI's API reference, "the respo
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -41,6 +43,21 @@ class _Text:
     def item(self, status: str) -> dict[str, Any]:
         content = [] if status == "in_progress" else [self.part()]
         return {"type": "message", "id": self.id, "status": status, "role": "assistant", "content": content}
+
+
+@dataclass(slots=True)
+class _Thought:
+    """What the model thinks before its answer."""
+
+    id: str
+    text: str = ""
+
+    def part(self) -> dict[str, Any]:
+        return {"type": "reasoning_text", "text": self.text}
+
+    def item(self, status: str) -> dict[str, Any]:
+        content = [] if status == "in_progress" else [self.part()]
+        return {"type": "reasoning", "id": self.id, "status": status, "summary": [], "content": content}
 
 
 @dataclass(slots=True)
@@ -78,12 +95,13 @@ class ResponseWriter:
         self._created_s = int(time.time())
         self._events = 0
         self._output: list[dict[str, Any]] = []
-        self._item: _Text | _Call | None = None
+        self._item: _Text | _Thought | _Call | None = None
+        self._has_thought = False
         self._early_logprobs: list[dict[str, Any]] = []  # of tokens before the first text
         self._is_cut_off = False
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """The object of a complete answer. Log-probabilities are told of an answer without function calls."""
+        """The object of a complete answer. Log-probabilities are told of an answer without thought and calls."""
         (choice,) = answer.choices
         text = Delta(
             choice.index,
@@ -96,6 +114,7 @@ class ResponseWriter:
             tuple(
                 ToolCallDelta(index, call.id, call.name, call.arguments) for index, call in enumerate(choice.tool_calls)
             ),
+            choice.thought,
         )
         finished = Finished(choice.index, choice.reason, answer.usage, answer.timings)
         for _ in chain(self.next(text), self.next(finished)):
@@ -118,6 +137,8 @@ class ResponseWriter:
         for part in event.tool_calls:
             if part.index == told:
                 yield from self._call(part)
+        if event.thought:
+            yield from self._think(event.thought)
         yield from self._text(event)
         for part in event.tool_calls:
             if part.index != told:
@@ -133,8 +154,16 @@ class ResponseWriter:
         told = {"code": code, "message": str(error)}
         return self._event("failed", response=self._object("failed", error=told) | {"store": False})
 
+    def _think(self, text: str) -> Iterator[ServerSent]:
+        item, self._has_thought, self._early_logprobs = self._item, True, []
+        if not isinstance(item, _Thought):
+            item = _Thought(self._next_id("rs"))
+            yield from self._begin_item(item)
+        item.text += text
+        yield self._event("reasoning_text.delta", **self._place(), delta=text)
+
     def _text(self, delta: Delta) -> Iterator[ServerSent]:
-        item, logprobs = self._item, token_logprobs(delta)
+        item, logprobs = self._item, [] if self._has_thought else token_logprobs(delta)
         if not isinstance(item, _Text):
             if not delta.text:
                 self._early_logprobs += [] if delta.tool_calls else logprobs
@@ -156,11 +185,11 @@ class ResponseWriter:
             item.arguments += part.arguments
             yield self._event("function_call_arguments.delta", **self._place(), delta=part.arguments)
 
-    def _begin_item(self, item: _Text | _Call) -> Iterator[ServerSent]:
+    def _begin_item(self, item: _Text | _Thought | _Call) -> Iterator[ServerSent]:
         yield from self._end_item("completed")
         self._item = item
         yield self._event("output_item.added", output_index=len(self._output), item=item.item("in_progress"))
-        if isinstance(item, _Text):
+        if not isinstance(item, _Call):
             yield self._event("content_part.added", **self._place(), part=item.part())
 
     def _end_item(self, status: str) -> Iterator[ServerSent]:
@@ -170,9 +199,14 @@ class ResponseWriter:
             part = self._item.part()
             yield self._event("output_text.done", **self._place(), text=part["text"], logprobs=part["logprobs"])
             yield self._event("content_part.done", **self._place(), part=part)
+        elif isinstance(self._item, _Thought):
+            yield self._event("reasoning_text.done", **self._place(), text=self._item.text)
+            yield self._event("content_part.done", **self._place(), part=self._item.part())
         else:
             arguments, name = self._item.arguments, self._item.name
             yield self._event("function_call_arguments.done", **self._place(), arguments=arguments, name=name)
+            if not _is_object(arguments):  # an end token cut it off
+                status = "incomplete"
         item, index = self._item.item(status), len(self._output)
         self._item = None
         self._output.append(item)
@@ -185,7 +219,7 @@ class ResponseWriter:
         """Where the events of the item that is being told belong."""
         assert self._item is not None
         place = {"item_id": self._item.id, "output_index": len(self._output)}
-        return place | {"content_index": 0} if isinstance(self._item, _Text) else place
+        return place if isinstance(self._item, _Call) else place | {"content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> ServerSent:
         name = f"response.{kind}"
@@ -248,6 +282,13 @@ def repeated(request: ResponsesRequest) -> dict[str, Any]:
         "truncation": "disabled",
         "user": request.user,
     }
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _usage(usage: Usage, timings: Timings) -> dict[str, Any]:

@@ -4,7 +4,7 @@ instructions                        system
 message                             its role; developer is system
 function_call                       joins the assistant's turn before it, or begins one
 function_call_output                tool
-reasoning                           nothing
+reasoning                           the thought of the assistant's turn that follows
 
 Those of the responses that it continues come first.
 """
@@ -32,6 +32,7 @@ from gridsieve.services.gateway.responses.request import (
     MediaPart,
     MessageItem,
     OutputItem,
+    ReasoningItem,
     ResponsesRequest,
 )
 from gridsieve.v1 import prompt_pb2
@@ -41,6 +42,7 @@ _LOCATIONS = {
     "input_video": ("video_url", "input_video", "file_id"),
     "input_file": ("file_data", "file_id", "file_url"),
 }
+_NO_TEXT = (Text(""),)
 _OPTIONS = {"max_new_tokens": "max_output_tokens", "json_schema": "text.format.schema"}
 
 
@@ -72,9 +74,17 @@ def _append(
         turns.append(_plain("user", said, name))
         return
     for number, item in enumerate(said):
-        if isinstance(item, CallItem) and turns and turns[-1].message.role == "assistant":
+        last = turns[-1].message if turns else None
+        if isinstance(item, CallItem) and last and last.role == "assistant":
             turns[-1] = _with_call(turns[-1], item, f"{name}[{number}]")
+        elif isinstance(item, ReasoningItem):
+            if item.text:
+                place = f"{name}[{number}]"
+                turns.append(Turn(Message("assistant", _NO_TEXT, thought=item.text), TurnNames(place, place)))
         elif (turn := _turn(item, f"{name}[{number}]", request, uploads)) is not None:
+            is_thought = last and last.thought and last.parts == _NO_TEXT and not last.tool_calls
+            if is_thought and turn.message.role == "assistant":
+                turn = replace(turn, message=replace(turn.message, thought=turns.pop().message.thought))
             turns.append(turn)
 
 

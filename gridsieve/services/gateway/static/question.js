@@ -2,7 +2,7 @@
 
 import { expired, needed, partOf } from "./clip.js";
 import { drawCost, drawKept } from "./drawing.js";
-import { byId, newArticle, percent, setBusy, unique } from "./elements.js";
+import { byId, element, newArticle, percent, setBusy, unique } from "./elements.js";
 import { clearErrors, showError } from "./errors.js";
 import { events, post } from "./server.js";
 import { automatic, knowService } from "./service.js";
@@ -120,6 +120,8 @@ async function fill(article, clip, bodyOf, signal, answered) {
     for await (const chunk of events(await ask(clip, (part) => ({ ...bodyOf(part), ...streamed }), signal))) {
       if (chunk.error) throw new Error(chunk.error.message);
       const choice = chunk.choices[0];
+      const thought = choice?.delta.reasoning_content;
+      if (thought) (text.querySelector("em") ?? text.appendChild(element("em"))).append(thought);
       answer += choice?.delta.content ?? "";
       text.append(choice?.delta.content ?? "");
       if (choice?.finish_reason === "length") text.append(" […]");

@@ -83,12 +83,15 @@ def response_of(
 def delta_message(said: Said, tokenizer: Tokenizer) -> generation_pb2.Delta:
     delta, calls = said.delta, said.calls
     if not delta.logprobs and not calls:
-        return generation_pb2.Delta(choice_index=said.index, text=delta.text, token_ids=delta.token_ids)
+        return generation_pb2.Delta(
+            choice_index=said.index, text=delta.text, token_ids=delta.token_ids, thought=said.thought
+        )
     named = {one for top in delta.top_logprobs for one, _ in top}.union(delta.token_ids) if delta.logprobs else ()
     texts = {one: tokenizer.decode([one], skip_special_tokens=False) for one in named}
     return generation_pb2.Delta(
         choice_index=said.index,
         text=delta.text,
+        thought=said.thought,
         token_ids=delta.token_ids,
         logprobs=delta.logprobs,
         top_logprobs=[

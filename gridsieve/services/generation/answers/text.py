@@ -22,18 +22,21 @@ from gridsieve.services.generation.request.request import (
     PrefillStarted,
     Request,
 )
+from gridsieve.services.generation.sampling.answer_reader import AnswerReader, Part
 from gridsieve.services.generation.sampling.detokenizer import Detokenizer, Tokenizer
-from gridsieve.services.generation.sampling.tool_calls import CallDelta, CallReader, ToolUse
+from gridsieve.services.generation.sampling.tool_calls import CallDelta
 from gridsieve.services.generation.stage_clock import Stage, StageClock
 from gridsieve.services.generation.upstream.arriving_item import Progress
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """The next part of an answer. index: of the answer. calls: what the part adds to tool calls."""
+    """The next part of an answer. index: of the answer. thought, calls: what the part adds to thought and tool calls,
+    whose text is not in `delta`."""
 
     index: int
     delta: Delta
+    thought: str = ""
     calls: Sequence[CallDelta] = ()
 
 
@@ -53,14 +56,19 @@ class Answers:
     """The answers of one request.
 
     answers: their number. It is not read from `question`, whose list of siblings the engine empties when they start.
-    tools: those that answers may call; None: they cannot call any.
+    readers: of thought and tool calls, one for each answer; none: all of an answer is text.
     """
 
     def __init__(
-        self, question: Request, answers: int, clock: StageClock, tokenizer: Tokenizer, tools: ToolUse | None = None
+        self,
+        question: Request,
+        answers: int,
+        clock: StageClock,
+        tokenizer: Tokenizer,
+        readers: Sequence[AnswerReader] = (),
     ) -> None:
         self._question = question
-        self._readers = {index: CallReader(tools.single) for index in range(answers)} if tools else {}
+        self._readers = dict(enumerate(readers))
         self._clock = clock
         self._unfinished = answers
         stops = bool(question.sampling.stop)
@@ -93,14 +101,15 @@ class Answers:
                     self._unfinished -= 1
                     reason = event.reason
                     rest = self._detokenizers[index].flush() if self._detokenizers else ""
-                    pieces = [(rest, list[CallDelta]())]
+                    parts = [Part("", rest, [])]
                     if reader := self._readers.get(index):
-                        pieces = [reader.read(rest), reader.end()]
-                        if reader.calls and reason is FinishReason.STOP:
+                        stopped = reason is FinishReason.STOP
+                        parts = [reader.read(rest), reader.end(stopped=stopped)]
+                        if stopped and reader.has_whole_calls:
                             reason = FinishReason.TOOL_CALLS
-                    for text, calls in pieces:
-                        if text or calls:
-                            yield Said(index, Delta(text, ()), calls)
+                    for part in parts:
+                        if any(part):
+                            yield Said(index, Delta(part.text, ()), part.thought, part.calls)
                     ANSWERS.labels(reason.value).inc()
                     yield Ended(index, replace(event, reason=reason), self._question.cached_tokens)
                 case Failed():
@@ -111,16 +120,16 @@ class Answers:
 
     def _said(self, deltas: Mapping[int, Sequence[Delta]]) -> Iterator[Said]:
         for index, several in deltas.items():
-            joined, calls = Delta.joined(several), list[CallDelta]()
+            joined, thought, calls = Delta.joined(several), "", list[CallDelta]()
             GENERATED_TOKENS.inc(len(joined.token_ids))
             add_request_stats(completion_tokens=len(joined.token_ids))
             if self._detokenizers:
                 shown = joined.token_ids[:-1] if joined.ended else joined.token_ids
                 joined = replace(joined, text=self._detokenizers[index].decode(shown)[0])
             if reader := self._readers.get(index):
-                text, calls = reader.read(joined.text)
+                thought, text, calls = reader.read(joined.text)
                 joined = replace(joined, text=text)
-            yield Said(index, joined, calls)
+            yield Said(index, joined, thought, calls)
 
     def _count(self, at_ns: int, index: int) -> None:
         if self._clock.token(at_ns):

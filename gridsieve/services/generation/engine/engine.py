@@ -26,7 +26,7 @@ from gridsieve.common.contract.errors import (
 )
 from gridsieve.services.generation.engine.payoff import Payoff
 from gridsieve.services.generation.engine.scheduler import Scheduler
-from gridsieve.services.generation.engine.speculation import PromptLookup
+from gridsieve.services.generation.engine.speculation import Drafts, PromptLookup, Room
 from gridsieve.services.generation.engine.stats import EngineStats, Step
 from gridsieve.services.generation.engine.stepper import Stepper
 from gridsieve.services.generation.memory.blocks import BlockAllocator
@@ -50,9 +50,10 @@ class Engine:
     max_num_batched_tokens: tokens of one step.
     max_num_seqs, max_waiting: requests that run, and other requests that wait for a place or for media.
     max_draft_tokens: draft tokens for each running request and step, of the model's head if it has one.
-    overlap: whether a forward is launched before the step before it is read; for devices that compute beside the host.
+    overlap: whether a forward may be launched before the step before it is read; for devices that compute beside the
+        host.
     states: slots of recurrent states, at least 2 · max_num_seqs; None for models without any.
-    payoff: of a model with a head that drafts: decides which requests it drafts for.
+    payoff: decides which steps have drafts, and of which requests; None: all that have any.
     live_blocks: the most that leases may have; other requests never count on them.
     on_step: called in the engine's thread after each step.
     on_end: called in the engine's thread if it ends without `stop`.
@@ -74,7 +75,7 @@ class Engine:
         live_blocks: int = 0,
     ) -> None:
         self._model = runner.model
-        drafts = payoff or PromptLookup()
+        drafts: Drafts = payoff or (Room() if runner.drafter else PromptLookup())
         self._memory = Memory(allocator, max_num_seqs, states, live_blocks)
         self._scheduler = Scheduler(self._memory, max_num_batched_tokens, max_num_seqs, max_draft_tokens, drafts)
         self._max_requests = max_num_seqs + max_waiting
@@ -84,7 +85,6 @@ class Engine:
         self._arrivals = count()
         self._stopping = False
         self._on_end = on_end
-        overlap = overlap and not max_draft_tokens
         self._stepper = Stepper(runner, self._scheduler, self.cancel, on_step, overlap, payoff)
         self._lock = self._stepper.lock  # protects everything except the runner
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)

@@ -1,20 +1,25 @@
-"""Whether drafting with a head pays: what it brings to a request, against what it costs a step.
+"""Whether drafting pays: what it brings to a step, against what it costs the step.
 
-    gain of a request    1 + a tokens a step instead of 1; a: its accepted draft tokens a step, a moving average
-    cost of a step       seconds with drafts / seconds without, medians of the last steps in which about as many
-                         sequences decode and no prompt is computed: with many sequences, drafts cost more than with few
+    gain of a step    1 + Σ a / sequences tokens of each instead of 1; a: accepted draft tokens of a request a step, a
+                      moving average, of those that draft
+    cost of a step    seconds with drafts / seconds without, medians of the last steps in which about as many sequences
+                      decode and no prompt is computed. Drafts cost more with many sequences than with few, and where a
+                      device computes beside the host, a step with drafts waits for the host
 
-A request drafts while its gain is above the cost, and a above LEAST_ACCEPTED. So that all of it stays known, of every
-`PERIOD` steps of a size the first `ALONE` are computed without drafts, and in one all requests draft. It knows neither
-the model nor torch.
+A step has drafts while its gain is above the cost, and a request drafts while its a is above LEAST_ACCEPTED. So that
+all of it stays known, of every `PERIOD` steps of a size the first `ALONE` are computed without drafts, and in one all
+requests draft. It knows neither the model nor torch.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
 from functools import partial
+from math import inf
 from statistics import median
 
+from gridsieve.services.generation.engine.speculation import Drafts
 from gridsieve.services.generation.request.request import Request
 
 PERIOD, ALONE = 128, 3
@@ -24,36 +29,34 @@ REMEMBERED = 9
 WEIGHT = 0.2
 # A gain so small is less than what times of steps vary by.
 LEAST_ACCEPTED = 0.05
-# In place of a token that the head drafts before the step is launched.
-UNKNOWN = -1
 
 
 class Payoff:
-    """Implements `Drafts` for a head: measures steps and requests, and proposes room for its tokens where they pay."""
+    """Implements `Drafts`: measures steps and requests, and proposes other drafts where they pay."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafts: Drafts) -> None:
+        self._drafts = drafts
         # By size, with and without drafts.
         self._seconds = defaultdict[tuple[int, bool], deque[float]](partial(deque, maxlen=REMEMBERED))
         self._steps: Counter[int] = Counter()  # by size
         self._accepted: float | None = None  # of all requests, with which a new one begins
 
+    def propose(self, limits: Mapping[Request, int]) -> dict[Request, tuple[int, ...]]:
+        turn = self._steps[len(limits).bit_length()] % PERIOD
+        if turn < ALONE:
+            return {}
+        if turn == PERIOD // 2:
+            return self._drafts.propose(limits)
+        hopeful = {request: limit for request, limit in limits.items() if self._expected(request) > LEAST_ACCEPTED}
+        found = {request: tokens for request, tokens in self._drafts.propose(hopeful).items() if tokens}
+        with_drafts, without = (self._seconds[len(limits).bit_length(), each] for each in (True, False))
+        if len(with_drafts) < ALONE or not without:  # the first step with drafts may be slow
+            return found
+        gain = 1 + sum(map(self._expected, found)) / len(limits)
+        return found if gain > median(with_drafts) / median(without) else {}
+
     def begin_step(self, sequences: int) -> None:
-        self._size = sequences.bit_length()
-        self._turn = self._steps[self._size] % PERIOD
-        self._steps[self._size] += 1
-
-    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
-        return (UNKNOWN,) * limit if self.pays(request) else ()
-
-    def pays(self, request: Request) -> bool:
-        """Whether a request should draft in this step."""
-        if self._turn < ALONE or self._turn == PERIOD // 2:
-            return self._turn >= ALONE
-        with_drafts, without = (self._seconds[self._size, each] for each in (True, False))
-        accepted = self._accepted if request.accepted_per_step is None else request.accepted_per_step
-        if not with_drafts or not without or accepted is None:
-            return True
-        return accepted > LEAST_ACCEPTED and 1 + accepted > median(with_drafts) / median(without)
+        self._steps[sequences.bit_length()] += 1
 
     def count_step(self, sequences: int, drafted: bool, seconds: float) -> None:
         """Counts a step in which all sequences decode."""
@@ -61,9 +64,16 @@ class Payoff:
 
     def count_drafts(self, request: Request, accepted: int) -> None:
         """Counts the drafts of a request in a step."""
-        before = self._accepted if request.accepted_per_step is None else request.accepted_per_step
-        request.accepted_per_step = _average(before, accepted)
+        request.accepted_per_step = _average(self._average_of(request), accepted)
         self._accepted = _average(self._accepted, accepted)
+
+    def _expected(self, request: Request) -> float:
+        """Accepted draft tokens of its next step; of the first request of all: any number."""
+        average = self._average_of(request)
+        return inf if average is None else average
+
+    def _average_of(self, request: Request) -> float | None:
+        return self._accepted if request.accepted_per_step is None else request.accepted_per_step
 
 
 def _average(before: float | None, value: float) -> float:

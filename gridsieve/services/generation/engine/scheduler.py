@@ -24,7 +24,7 @@ Sources: continuous batching, Orca (OSDI 2022); chunked prefill, Sarathi-Serve, 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 
@@ -65,6 +65,7 @@ class Scheduler:
         self.awaiting_sibling: list[Request] = []
         self.opening: list[Lease] = []
         self.preemptions = 0
+        self._foreseen: Collection[Request] = ()  # for which the step before was read at once
         self._queues = {
             Status.RUNNING: self.running,
             Status.WAITING: self.waiting,
@@ -147,6 +148,14 @@ class Scheduler:
         """Asserts that no block is lost or miscounted, and that each request has the blocks it needs and no more."""
         self.memory.check_integrity(self.requests(), self._max_draft_tokens)
 
+    def foresees_drafts(self) -> bool:
+        """Whether the next step will have draft tokens, as far as the tokens tell that were read.
+
+        If so, the last step must be read before `schedule`, whose chunks say for which requests that was done.
+        """
+        self._foreseen = self._propose(self._running()[0]).keys()
+        return bool(self._foreseen)
+
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, with blocks allocated; empty if nothing can run until something arrives."""
         chunks = list(self._allocate(self._assign_tokens()))
@@ -174,22 +183,16 @@ class Scheduler:
     def _assign_tokens(self) -> list[Chunk]:
         budget = self._max_num_batched_tokens
         chunks: list[Chunk] = []
-        decodes: list[Request] = []
-        prefills: list[Request] = []
-        for request in self.running:
-            tokens = request.tokens
-            if tokens <= request.max_tokens:  # else its last token is sampled and not yet read
-                (decodes if self._decodes(request) else prefills).append(request)
-        # Draft tokens get half of what decodes leave, so that they cannot keep prompts from being prefilled.
-        draft_budget = (budget - sum(each.tokens - each.holding.num_computed_tokens for each in decodes)) // 2
+        decodes, prefills = self._running()
+        # A draft token continues tokens that were read.
+        drafts = {} if any(each.num_unread for each in decodes) else self._propose(decodes)
         self._drafts.begin_step(len(decodes))
         for request in decodes:
-            limit = min(self._max_draft_tokens, draft_budget, request.max_tokens - request.tokens)
-            draft_tokens = self._drafts.propose(request, limit) if limit > 0 else ()
-            draft_budget -= len(draft_tokens)
             if budget:
-                chunks.append(_chunk(request, budget, draft_tokens))
+                drafted = request in drafts or request in self._foreseen
+                chunks.append(_chunk(request, budget, drafts.get(request, ()), drafted))
                 budget -= chunks[-1].tokens
+        self._foreseen = ()
         for request in prefills:
             if not budget:
                 return chunks
@@ -199,6 +202,30 @@ class Scheduler:
             chunks.append(_chunk(admitted, budget))
             budget -= chunks[-1].tokens
         return chunks
+
+    def _running(self) -> tuple[list[Request], list[Request]]:
+        """The running requests that decode, and those that prefill."""
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in self.running:
+            if request.tokens <= request.max_tokens:  # else its last token is sampled and not yet read
+                (decodes if self._decodes(request) else prefills).append(request)
+        return decodes, prefills
+
+    def _propose(self, decodes: Sequence[Request]) -> dict[Request, tuple[int, ...]]:
+        """Draft tokens of requests that decode; requests without any are left out."""
+        if not self._max_draft_tokens:
+            return {}
+        limits = {each: min(self._max_draft_tokens, each.max_tokens - each.tokens) for each in decodes}
+        # They get half of what decodes leave, so that they cannot keep prompts from being prefilled.
+        missing = sum(each.tokens - each.holding.num_computed_tokens for each in decodes)
+        budget = max(0, self._max_num_batched_tokens - missing) // 2
+        found: dict[Request, tuple[int, ...]] = {}
+        for request, tokens in self._drafts.propose(limits).items():
+            if kept := tokens[:budget]:
+                found[request] = kept
+                budget -= len(kept)
+        return found
 
     def _decodes(self, request: Request) -> bool:
         """Whether one token is to be computed, or after it draft tokens that were accepted in the last step."""
@@ -314,8 +341,8 @@ class Scheduler:
         return snapshot_places(chunk, self.memory.block_tokens) if self.memory.states else set()
 
 
-def _chunk(request: Request, budget: int, draft_tokens: tuple[int, ...] = ()) -> Chunk:
+def _chunk(request: Request, budget: int, draft_tokens: tuple[int, ...] = (), drafted: bool = False) -> Chunk:
     """As many of a request's next tokens as fit; if all do, draft tokens may follow."""
     start = request.holding.num_computed_tokens
     end = min(start + budget, request.tokens)
-    return Chunk(request, start, end + len(draft_tokens), end == request.tokens, draft_tokens)
+    return Chunk(request, start, end + len(draft_tokens), end == request.tokens, draft_tokens, drafted)

@@ -1,4 +1,4 @@
-"""Proposes draft tokens by prompt lookup: what followed the last few tokens when they occurred before.
+"""Where draft tokens come from. Prompt lookup: what followed the last few tokens when they occurred before.
 
     … the red circle moves down …  The red circle        draft tokens: moves down …
           └──── matches ──────┘      └─ the last three
@@ -10,6 +10,7 @@ Source: prompt lookup decoding, `prompt_lookup_num_tokens` of transformers' `gen
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -18,26 +19,44 @@ from gridsieve.services.generation.request.request import Request
 
 # Lengths of the match, tried in this order. A single matching token predicts too little.
 MATCHED_TOKENS = (3, 2)
+# In place of a token that a head drafts before the step is launched.
+UNKNOWN = -1
 
 
 class Drafts(Protocol):
     """Where draft tokens come from."""
 
+    def propose(self, limits: Mapping[Request, int]) -> dict[Request, tuple[int, ...]]:
+        """For requests that draft, tokens that may follow what was read of their answers, or room for them.
+
+        limits: the most tokens of each request that decodes. A second call before `begin_step` asks the same again.
+        """
+
     def begin_step(self, sequences: int) -> None:
-        """sequences: how many decode in the next step."""
-
-    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
-        """At most `limit` tokens that may follow the answer so far, or room for them."""
+        """A step begins in which so many decode."""
 
 
-class PromptLookup:
-    """Implements `Drafts`."""
+class Room:
+    """Implements `Drafts` for a head: room for as many tokens as may be."""
+
+    def propose(self, limits: Mapping[Request, int]) -> dict[Request, tuple[int, ...]]:
+        return {request: (UNKNOWN,) * limit for request, limit in limits.items()}
 
     def begin_step(self, sequences: int) -> None:
         pass
 
-    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
-        """Empty if nothing matches. Media rows never match."""
+
+class PromptLookup:
+    """Implements `Drafts`. Media rows never match."""
+
+    def propose(self, limits: Mapping[Request, int]) -> dict[Request, tuple[int, ...]]:
+        return {request: self._following(request, limit) for request, limit in limits.items()}
+
+    def begin_step(self, sequences: int) -> None:
+        pass
+
+    def _following(self, request: Request, limit: int) -> tuple[int, ...]:
+        """Empty if nothing matches."""
         history = np.concatenate([request.prompt.text_ids, np.array(request.output_ids, np.int32)])
         for length in MATCHED_TOKENS:
             tail = history[-length:]

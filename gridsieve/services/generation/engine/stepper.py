@@ -3,12 +3,16 @@
     without overlap   launch 1  sample 1  read 1  launch 2  sample 2  read 2
     with overlap      launch 1  sample 1  launch 2  read 1  sample 2  launch 3  read 2  sample 3
     device            [forward 1         ][sample 1][forward 2                ][sample 2][forward 3 …
+    3 has drafts      launch 1  sample 1  launch 2  read 1  sample 2  read 2  draft 3  launch 3  sample 3  read 3
 
 With overlap, a step is scheduled and its forward launched before the tokens of the one before it are known: the device
 feeds them to it. The host reads them, and prepares what sampling depends on, grammars among it, while that forward is
-computed. A request whose answer turns out to have ended is computed for one step too many, and not sampled. An engine
-with drafts has no overlap, because a draft continues tokens that the host must know first. A drafting head drafts
-before the launch. It reads the hidden states of the step after the tokens of the step are read.
+computed. A request whose answer turns out to have ended is computed for one step too many, and not sampled.
+
+A draft continues tokens that the host must know. So a step is read at once where the next one will have drafts, as far
+as the tokens foretell that were read before (`Scheduler.foresees_drafts`): prompt lookup finds drafts after them, or
+the head will draft. A step with drafts is read at once, too, because which tokens it has is only known then. A head
+drafts before the launch. It reads the hidden states of a step after the tokens of the step are read.
 
 It runs in the engine's thread and does not know the queue of commands: `engine` calls it, one step after another.
 """
@@ -44,7 +48,7 @@ class Stepper:
         `fail` and `forget` hold it.
     cancel: called if a listener fails; must forget the request before the next step.
     on_step: called after each step.
-    overlap: whether a forward is launched before the step before it is read.
+    overlap: whether a forward may be launched before the step before it is read.
     payoff: is told what drafting costs and brings.
     given_up: whether `give_up` was called.
     """
@@ -76,7 +80,7 @@ class Stepper:
         self.began_ns = monotonic_ns()
         chunks, unread = self._drafted(self._schedule()), self._unread
         self._unread = self._run_step(chunks)
-        if not self._overlap:
+        if not self._overlap or any(chunk.draft_tokens for chunk in chunks) or self._foresees_drafts():
             self._read()
         self.began_ns = None
         return bool(chunks or unread)
@@ -107,6 +111,10 @@ class Stepper:
             self.forget(sibling)
         self._scheduler.remove(request)
         request.embeds = []
+
+    def _foresees_drafts(self) -> bool:
+        with self.lock:
+            return self._scheduler.foresees_drafts()
 
     def _schedule(self) -> list[Chunk]:
         with self.lock:
@@ -249,8 +257,9 @@ class Stepper:
 
     def _publish(self, sampled: SampledStep, accepted: int) -> None:
         before, self._preemptions = self._preemptions, self._scheduler.preemptions
-        launched_ns = self.began_ns if self._runner.drafter else None  # it drafts before the launch
-        began_ns, self._read_ns = max(launched_ns or sampled.began_ns, self._read_ns), monotonic_ns()
+        # Of this step it begins with drafting, before the launch; or it was launched in the step before this one.
+        launched_ns = min(self.began_ns or sampled.began_ns, sampled.began_ns)
+        began_ns, self._read_ns = max(launched_ns, self._read_ns), monotonic_ns()
         seconds = (self._read_ns - began_ns) * 1e-9
         step = Step.of(sampled.chunks, accepted, self._preemptions - before, seconds, sampled.replayed)
         if self._payoff and not step.prompt_tokens:

@@ -17,11 +17,12 @@ from gridsieve.services.generation.loading.experts import (
     unstack,
     without_others,
 )
-from gridsieve.services.generation.loading.fp8 import keep_fp8
+from gridsieve.services.generation.loading.fp8 import RoundedToFp8, keep_fp8
 from gridsieve.services.generation.loading.fp8_blocks import fp8_blocks
 from gridsieve.services.generation.loading.int4 import Int4Layers, int4_format
 from gridsieve.services.generation.loading.quantised import TEXT_OF_WHOLE, load_quantised
-from gridsieve.services.generation.loading.quantization_config import is_quantised
+from gridsieve.services.generation.loading.quantization_config import Quantization, is_quantised
+from gridsieve.services.generation.loading.reading import reader_of
 from gridsieve.services.generation.loading.text_family import StoredVectors, TextFamily
 from gridsieve.services.generation.loading.text_model import in_float32, make_text, shard_text, with_output_layer
 from gridsieve.services.generation.loading.weights import fill, has_weights, read_weights, stored_weights
@@ -40,17 +41,19 @@ def load_language_model(
     dtype: torch.dtype,
     device: torch.device,
     group: Group | None = None,
-    in_int4: bool = False,
+    quantization: Quantization = "none",
 ) -> LanguageModel:
     """A checkpoint's language model, or with a group, whose size has passed `check_ranks`, this rank's part of it.
 
-    in_int4: linear layers are rounded to 4 bits; those that are stored in 4 bits stay so anyhow.
+    quantization: to what linear layers are rounded; those that are stored in 4 bits stay so anyhow.
     Raises StartupError for an unsupported model type, missing or unknown weights, and attention features that the
     engine does not support.
     """
     family = _family(checkpoint)
-    model = _load(family, checkpoint, dtype, device, group, in_int4)
+    model = _load(family, checkpoint, dtype, device, group, quantization)
     model = replace(model, position_axes=family.position_axes)
+    if checkpoint.task != "generate":
+        model = reader_of(checkpoint, family, model)
     if not family.stored:
         return model
     config = family.config(checkpoint)
@@ -76,15 +79,17 @@ def _load(
     dtype: torch.dtype,
     device: torch.device,
     group: Group | None,
-    in_int4: bool,
+    quantization: Quantization,
 ) -> LanguageModel:
     config = family.config(checkpoint)
     classes, embed_levels = family.classes(config), family.embed_levels(config)
     text = make_text(classes.text, classes.rotary, config.text_config, device)
     prefix = next((each for each in family.prefixes if has_weights(checkpoint, each)), family.prefixes[-1])
-    named, how = family.named(config), int4_format(checkpoint, in_int4)
+    named, how = family.named(config), int4_format(checkpoint, quantization == "int4")
     in_fp8: dict[str, torch.dtype] = {}
     blocks, plan = fp8_blocks(checkpoint), family.plan or text.config.base_model_tp_plan
+    if quantization == "fp8":
+        _check_rounding(checkpoint, group)
     if is_quantised(checkpoint) and how is None:
         expanded = layers_plan(text, plan, group.ranks) if group else {}
         in_fp8 = keep_fp8(checkpoint, text, prefix, dtype, device, group, expanded)
@@ -107,7 +112,8 @@ def _load(
         layers.pack(dtype, device, shards)
         named = layers.others
     dtypes = in_float32(text, dtype) | in_fp8
-    weights = read_weights(checkpoint, prefix, dtype, device, shards, dtypes, named)
+    rounding = {"rounded": RoundedToFp8(text, dtype, device).rounded} if quantization == "fp8" else {}
+    weights = read_weights(checkpoint, prefix, dtype, device, shards, dtypes, named, **rounding)
     family.change(text, weights)
     unstack(text, weights, blocks.scale)
     fill(text, weights, prefix)
@@ -124,3 +130,10 @@ def _refuse_experts(checkpoint: Checkpoint, prefix: str) -> None:
                 f"{full}: experts in this layout are not supported, only in 4 bits, and in fp8 by blocks, rows or "
                 f"matrices"
             )
+
+
+def _check_rounding(checkpoint: Checkpoint, group: Group | None) -> None:
+    if is_quantised(checkpoint):
+        raise StartupError("--quantization fp8: the checkpoint is quantised already")
+    if group is not None:
+        raise StartupError(f"--quantization fp8: --tensor-parallel must be 1, got {group.ranks}")

@@ -1,5 +1,6 @@
-"""Layers that stay in fp8: all of a checkpoint with blocks of 128 × 128, as Qwen publishes them, on a card with
-products in fp8; elsewhere, and with other blocks, experts alone. The others are dequantised while they are read.
+"""Layers that stay in fp8: all of a checkpoint with blocks of 128 × 128, as Qwen publishes them, and those that are
+rounded to such blocks, on a card with products in fp8; elsewhere, and with other blocks, experts alone. The others are
+dequantised while they are read.
 
     q_proj.weight             e4m3 [N, K]
     q_proj.weight_scale_inv   bfloat16 or float32 [N / 128, K / 128]: what a block is multiplied by
@@ -12,21 +13,26 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
 from gridsieve.services.generation.loading.experts import separate_experts, without_others
 from gridsieve.services.generation.loading.fp8_blocks import fp8_blocks
 from gridsieve.services.generation.loading.quantization_config import quantization_settings
-from gridsieve.services.generation.loading.text_model import LM_HEAD_PREFIXES
+from gridsieve.services.generation.loading.text_model import LM_HEAD_PREFIXES, in_float32
 from gridsieve.services.generation.loading.weights import as_stored
 from gridsieve.services.generation.model.fp8_linear import (
     FP8,
     GROUP,
+    SCALE,
     Fp8Linear,
     Product,
+    dequantised,
     dequantising,
     find_product,
+    fits,
+    quantise_weight,
 )
 from gridsieve.services.generation.parallel.group import Group
 from gridsieve.services.generation.parallel.sharding import parts_of
@@ -85,3 +91,36 @@ def _product(
         return None
     whole = sorted((int(outputs), int(inputs)) for outputs, inputs in sizes)
     return find_product(whole, torch.zeros((), dtype=dtype, device=device))
+
+
+class RoundedToFp8:
+    """The linear layers of `text`, on the meta device, whose weights are rounded to fp8: those of multiples of 128.
+
+    dtype, device: as in `keep_fp8`. Raises StartupError if there is no such layer.
+    """
+
+    def __init__(self, text: Any, dtype: torch.dtype, device: torch.device) -> None:
+        gates = in_float32(text, dtype)
+        layers = {
+            name: each
+            for name, each in text.named_modules()
+            if type(each) is nn.Linear and fits(each) and f"{name}.weight" not in gates
+        }
+        if not layers:
+            raise StartupError(f"--quantization fp8: no linear layer has multiples of {GROUP} inputs and outputs")
+        self._names = {f"{name}.weight" for name in layers}
+        sizes = {(each.out_features, each.in_features) for each in layers.values()}
+        product = find_product(sorted(sizes), torch.zeros((), dtype=dtype, device=device))
+        self._stay = product is not None
+        if product is not None:
+            for name, layer in layers.items():
+                text.set_submodule(name, Fp8Linear(layer, product))
+
+    def rounded(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        """What the model has of a weight that was read, by name."""
+        if name not in self._names:
+            return {name: weight}
+        values, scales = quantise_weight(weight)
+        if self._stay:
+            return {name: values, name + SCALE: scales}
+        return {name: dequantised(values, scales, (GROUP, GROUP)).to(weight.dtype)}

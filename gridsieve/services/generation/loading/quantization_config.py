@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from gridsieve.common.checkpoint import Checkpoint
 
+# To what the linear layers of a checkpoint are rounded while they are read.
+Quantization: TypeAlias = Literal["none", "int4", "fp8"]
 # Scales of activations and of cached keys and values. Weights that are dequantised are multiplied by rows as they are.
 OF_ACTIVATIONS = re.compile(r"\.((input|output|activation)_scale|[kv]_scale)$")
 

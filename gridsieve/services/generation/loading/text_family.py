@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.services.generation.loading.weights import Named, as_stored
+from gridsieve.services.generation.model.reading import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class TextFamily:
     plan: transformers' tensor-parallel plan, if not that of the text config.
     named: for a config, maps a stored name after the prefix to the text model's.
     change: changes the weights that were read to those that the text model takes.
+    readings: of its embedders and rerankers.
     """
 
     config: Callable[[Checkpoint], Any]
@@ -58,6 +60,7 @@ class TextFamily:
     plan: Mapping[str, str] | None = None
     named: Callable[[Any], Named] = lambda config: as_stored
     change: Callable[[nn.Module, dict[str, Tensor]], None] = lambda text, weights: None
+    readings: Sequence[Reading] = ()
 
     @classmethod
     def of(cls, config_class: Any, classes: TextClasses, prefixes: Sequence[str], **others: Any) -> Self:

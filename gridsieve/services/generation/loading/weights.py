@@ -59,12 +59,14 @@ def read_weights(
     shards: Mapping[str, Shard],
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     named: Named = as_stored,
+    rounded: Callable[[str, Tensor], Mapping[str, Tensor]] = lambda name, weight: {name: weight},
 ) -> dict[str, Tensor]:
     """The weights whose names start with `prefix`, by `named` of the rest. Of those in `shards`, this rank's part.
 
     dtypes: of those that are not read in `dtype`. Weights stored in fp8 by blocks are dequantised, unless they are to
     stay in it. Matrices of single experts, except these, are stacked, as transformers' classes have them: gate_up_proj
     [experts, 2 · I, D], or up_proj [experts, I, D] of experts without gates; and down_proj [experts, D, I].
+    rounded: what is kept of a weight that is no expert's, as soon as it was read.
     Raises StartupError if the shape of a sharded weight is not the one that the config says.
     """
     weights: dict[str, Tensor] = {}
@@ -77,11 +79,13 @@ def read_weights(
         stored = file.get_slice(full) if part else file.get_tensor(full)
         if not stays:
             stored = blocks.dequantised(full, stored)
+        if not part and blocks.is_scale(full) and stored.numel() == 1:  # of a matrix that is one block
+            stored = stored.view(1, 1)
         if not stays and (found := _OF_EXPERT.fullmatch(name)):
             for stacked, whole in experts.stack(found, stored.to(dtype)):
                 weights[stacked] = _own(stacked, whole, shards, prefix + stacked)
         else:
-            weights[name] = _own(name, stored, shards, full).to(dtypes.get(name, dtype))
+            weights |= rounded(name, _own(name, stored, shards, full).to(dtypes.get(name, dtype)))
     return weights
 
 

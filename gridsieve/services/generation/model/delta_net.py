@@ -16,10 +16,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta
 
 from gridsieve.services.compute.kernels import check_result
 from gridsieve.services.generation.model.recurrent_layer import Kernels, RecurrentLayer, TriedKernels
-from gridsieve.services.generation.model.states import StateBatch, StateSizes
-
-# The rule for a chunk computes whole chunks of 64 tokens: so few tokens, drafts for instance, are computed one by one.
-FEW_TOKENS = 8
+from gridsieve.services.generation.model.states import FEW_TOKENS, StateBatch, StateSizes
 
 _INSTALLED = Kernels(torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule)
 _BY_TORCH = _INSTALLED.by_torch()
@@ -44,34 +41,18 @@ class GatedDeltaRule(TriedKernels):
     def matrices(self) -> tuple[int, int, int]:
         return self.value_heads, self.key_dim, self.value_dim
 
-    def step(
+    def advance(
         self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrices: Tensor
     ) -> tuple[Tensor, Tensor]:
         beta, decay = gates
-        out, after = self.kernels.step(
-            *self._heads(convolved[:, None]),
-            g=decay[:, None],
-            beta=beta[:, None],
+        return (self.kernels.step if convolved.shape[1] <= FEW_TOKENS else self.kernels.chunk)(
+            *self._heads(convolved),
+            g=decay,
+            beta=beta,
             initial_state=matrices,
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
         )
-        return out[:, 0], after
-
-    def chunk(
-        self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrix: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        beta, decay = gates
-        few = len(convolved) <= FEW_TOKENS
-        out, after = (self.kernels.step if few else self.kernels.chunk)(
-            *self._heads(convolved[None]),
-            g=decay[None],
-            beta=beta[None],
-            initial_state=matrix[None].clone() if few else matrix[None],
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-        )
-        return out[0], after[0]
 
     def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of [B, L, channels]: [B, L, heads, head_dim] each."""
@@ -86,9 +67,9 @@ class GatedDeltaRule(TriedKernels):
     def check(self, exact: GatedDeltaRule, like: Tensor, drawn: Callable[..., Tensor]) -> None:
         chunk, step = (self.kernels.chunk, exact.kernels.chunk), (self.kernels.step, exact.kernels.step)
         for tokens, installed, by_torch in ((70, *chunk), (1, *step), (FEW_TOKENS, *step)):
-            keys, values = (1, tokens, self.key_heads, self.key_dim), (1, tokens, self.value_heads, self.value_dim)
+            keys, values = (2, tokens, self.key_heads, self.key_dim), (2, tokens, self.value_heads, self.value_dim)
             rows = drawn(*keys), drawn(*keys), drawn(*values)
-            state = drawn(1, *self.matrices)
+            state = drawn(2, *self.matrices)
             more = {
                 "g": -drawn(*values[:3]).abs(),
                 "beta": drawn(*values[:3]).sigmoid(),

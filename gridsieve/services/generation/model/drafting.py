@@ -5,9 +5,9 @@
       a step's      0   1   2   3         row i: hidden states of token i, embedding of token i + 1, in the slot of i
       drafted                       4 …   its own output in place of hidden states, and the token that it drafted
 
-`extend` follows each step, once its tokens are read and before any request gives up blocks, so the head's keys and
-values are there wherever the model's are: in chunks, after prefix hits and preemption, for siblings. `draft` comes
-before the next step. What it writes is written again by the rows of accepted tokens, from hidden states.
+`extend` follows each step, once its tokens are read, so the head's keys and values are there wherever the model's are:
+in chunks, after prefix hits and preemption, for siblings. A request that has lost the step's blocks by then is left
+out. `draft` comes before a step. What it writes is written again by the rows of accepted tokens, from hidden states.
 
 Rows wait, as hidden states, where the next token has not arrived, and in answers that are not drafted for: then the
 head computes up to MAX_WAITING of a request at once, or when it drafts again.
@@ -21,24 +21,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
 from gridsieve.services.compute.compiled import compiled_whole, compiles
+from gridsieve.services.compute.graphs import Capture
 from gridsieve.services.compute.transfers import to_device
 from gridsieve.services.generation.model.attention import make_cache
-from gridsieve.services.generation.model.attention.cache import Batch, CacheSizes
+from gridsieve.services.generation.model.attention.cache import Batch, CacheSizes, CapturedCache
 from gridsieve.services.generation.model.attention.running import running
+from gridsieve.services.generation.model.draft_graphs import DraftGraphs
 from gridsieve.services.generation.model.draft_head import DraftHead, Turns
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.model.media_embeds import uploaded
 from gridsieve.services.generation.request.batch import (
     Chunk,
     Context,
+    Int64Array,
     MediaRows,
     Packed,
     fill,
@@ -49,6 +53,8 @@ from gridsieve.services.generation.request.request import Request
 
 # Rows of an answer that wait at most: so many are computed in hardly more time than one.
 MAX_WAITING = 16
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,17 @@ class Drafter:
         self._counts_tokens = sizes.axes < model.position_axes
         self._reads: WeakKeyDictionary[Request, _Read] = WeakKeyDictionary()
         self._compiled: Callable[..., Any] | None = None
+        self._graphs: DraftGraphs | None = None
+
+    @torch.inference_mode()
+    def capture(self, max_sequences: int, max_blocks: int, capture: Capture) -> None:
+        """Captures the head as graphs, for sequences of up to `max_blocks`. Leaves it eager if no graph can hold it."""
+        embed, like = self._head.embed_tokens or self._model.embed_tokens, self._model.embed_tokens.weight
+        try:
+            cache = cast(CapturedCache, self._cache)
+            self._graphs = DraftGraphs(self._head, embed, cache, like, max_sequences, max_blocks, capture)
+        except RuntimeError as error:
+            log.warning("drafting without graphs", error=str(error.__context__ or error))
 
     @torch.inference_mode()
     def compile(self, packed: Packed) -> None:
@@ -120,7 +137,7 @@ class Drafter:
 
     @torch.inference_mode()
     def extend(self, chunks: Sequence[Chunk], hidden: Tensor, sampled: Mapping[Chunk, Sequence[int]]) -> None:
-        """Reads what a step computed, while its requests still have the blocks and answers that they had in it.
+        """Reads what a step computed, while its requests still have the answers that they had in it.
 
         chunks: in packed order. hidden: [T, D], as `DraftHead.joined` gives them; may change afterwards. sampled: the
         accepted draft tokens and one more, of each chunk that samples and whose request did not fail.
@@ -133,7 +150,8 @@ class Drafter:
         for number, chunk in enumerate(chunks):
             request, ids, place = chunk.request, tuple(sampled.get(chunk, ())), int(places[number])
             before = self._reads.pop(request, None)
-            if chunk.samples and not ids:
+            lost = len(request.holding.blocks) * self._cache.sizes.block_tokens < chunk.known_end
+            if (chunk.samples and not ids) or lost:
                 continue
             if before is None or before.end != chunk.start:
                 before = _Read(chunk.start)
@@ -185,19 +203,27 @@ class Drafter:
         ]
         if not self._counts_tokens:
             places += [self._head.sizes.ahead + each.request.prompt.delta for each in chunks]
-        places = np.add.outer(np.arange(count - 1), places).reshape(-1)
+        first = self._head.draft(rows)
+        drafted = self._graphs.draft(first, rows, places, contexts, count - 1) if self._graphs else None
+        drafted = self._after(first, rows, places, contexts, count - 1) if drafted is None else drafted
+        tokens: list[list[int]] = torch.stack([first, *drafted], dim=1).tolist()
+        return tokens
+
+    def _after(
+        self, ids: Tensor, rows: Tensor, places: Int64Array, contexts: Sequence[Context], count: int
+    ) -> list[Tensor]:
+        """As `DraftGraphs.draft`, without graphs."""
+        places = np.add.outer(np.arange(count), places).reshape(-1)
         turns = self._head.turns(to_device(np.tile(places, (3, 1)), self._model.device))
-        batch = self._cache.ahead(contexts, count - 1)
-        drafted = [self._head.draft(rows)]
-        for number in range(count - 1):
+        batch, drafted = self._cache.ahead(contexts, count), [ids]
+        for number in range(count):
             embeds = self._embed(drafted[-1])
             own = slice(number * len(rows), (number + 1) * len(rows))
             here = batch or self._batch(contexts, len(contexts))
             rows = self._rows(embeds, rows, Turns(turns.cos[own], turns.sin[own]), here)
             contexts = [Context(each.end, each.end + 1, each.blocks) for each in contexts]
             drafted.append(self._head.draft(rows))
-        tokens: list[list[int]] = torch.stack(drafted, dim=1).tolist()
-        return tokens
+        return drafted[1:]
 
     def _compute(self, due: Sequence[_Rows]) -> None:
         """Computes rows that wait."""

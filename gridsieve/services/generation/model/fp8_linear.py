@@ -109,6 +109,11 @@ def _dequantised_product(sides: Sequence[int], rows: Tensor, weight: Tensor, sca
     return product
 
 
+def fits(linear: nn.Linear) -> bool:
+    """Whether the layer's sizes are those that products in fp8 support."""
+    return linear.in_features % GROUP == 0 and linear.out_features % GROUP == 0
+
+
 def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
     """rows: [M, K], any float dtype. Returns e4m3 [M, K], contiguous, and scales, float32 [M, K / 128]."""
     groups = rows.unflatten(1, (-1, GROUP))
@@ -116,6 +121,14 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
     scales = most.clamp(min=LEAST) / torch.finfo(FP8).max
     # A quotient may exceed 448 by its last bit, which rounds to 448.
     return (groups / scales[:, :, None]).to(FP8).flatten(1).contiguous(), scales
+
+
+def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight: [N, K], any float dtype, of multiples of 128. Returns e4m3 [N, K] and scales, float32 [N / 128, K / 128]:
+    the largest magnitude of a block / 448."""
+    blocks = weight.float().unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))
+    scales = blocks.abs().amax((1, 3)).clamp(min=LEAST) / torch.finfo(FP8).max
+    return (blocks / scales[:, None, :, None]).to(FP8).flatten(2).flatten(0, 1), scales
 
 
 def scaled_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gridsieve.services.generation.model.adapters import Adapters
 from gridsieve.services.generation.model.draft_head import DraftHead
+from gridsieve.services.generation.model.reading import Reading
 from gridsieve.services.generation.model.states import StateSizes
 
 
@@ -28,6 +29,8 @@ class LanguageModel:
     stored: number of vectors after the vocabulary's in `embed_tokens`.
     fp8_cache: keys and values are stored in fp8, else in the model's dtype.
     draft: the head that drafts tokens for it, if there is one.
+    reads: how prompts are read; None of a model that generates. `lm_head` then makes of a state what is read: the
+        state itself, or a score.
     position_axes: of the positions that `text` takes: 3; 1 of a model whose axes are all equal; 0 if it knows none.
     """
 
@@ -46,6 +49,7 @@ class LanguageModel:
     fp8_cache: bool = False
     adapters: Adapters = field(default_factory=Adapters)
     draft: DraftHead | None = None
+    reads: Reading | None = None
 
     def position_ids(self, positions: Tensor) -> Tensor:
         """int64 [3, T] as `text` takes them: [3, 1, T] or [1, T], which a model without positions ignores."""

@@ -18,7 +18,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
 from gridsieve.services.compute.kernels import check_result
 from gridsieve.services.generation.model.recurrent_layer import Kernels, RecurrentLayer, TriedKernels
-from gridsieve.services.generation.model.states import StateBatch, StateSizes
+from gridsieve.services.generation.model.states import FEW_TOKENS, StateBatch, StateSizes
 
 _INSTALLED = Kernels(mamba2_chunk_scan, mamba2_selective_state_update)
 _BY_TORCH = _INSTALLED.by_torch()
@@ -45,45 +45,48 @@ class SelectiveScan(TriedKernels):
     def matrices(self) -> tuple[int, int, int]:
         return self.heads, self.head_dim, self.state_dim
 
-    def step(
+    def advance(
         self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrices: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """In float32, as in a chunk."""
-        (time_step,), (rates, skip) = gates, weights
-        x, b, c = self._parts(convolved.float())
-        no_bias = torch.zeros_like(skip)[:, None].expand(x.shape[1:])  # mamba-ssm's kernel reads its stride
-        out = self.kernels.step(
-            matrices,
+        (time_steps,), (rates, skip) = gates, weights
+        if convolved.shape[1] <= FEW_TOKENS:
+            return self._steps(convolved, time_steps, rates, skip, matrices)
+        x, b, c = self._parts(convolved)
+        return self.kernels.chunk(
             x,
-            time_step[:, :, None].expand(x.shape),
-            rates[:, None, None].expand(self.matrices),
-            b,
-            c,
-            skip[:, None].expand(x.shape[1:]),
-            dt_bias=no_bias,
-        )
-        return out, matrices
-
-    def chunk(
-        self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrix: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        (time_step,), (rates, skip) = gates, weights
-        x, b, c = (part[None] for part in self._parts(convolved))
-        out, after = self.kernels.chunk(
-            x,
-            time_step[None],
+            time_steps,
             rates,
             b,
             c,
             chunk_size=self.chunk_tokens,
             D=skip,
-            initial_states=matrix[None],
+            initial_states=matrices,
             return_final_states=True,
         )
-        return out[0], after[0]
+
+    def _steps(
+        self, convolved: Tensor, time_steps: Tensor, rates: Tensor, skip: Tensor, matrices: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One token after the other, in float32, as in a chunk. Changes the matrices."""
+        outs = []
+        x, b, c = self._parts(convolved.float())
+        no_bias = torch.zeros_like(skip)[:, None].expand(x.shape[2:])  # mamba-ssm's kernel reads its stride
+        for token in range(convolved.shape[1]):
+            out = self.kernels.step(
+                matrices,
+                x[:, token],
+                time_steps[:, token, :, None].expand(x[:, token].shape),
+                rates[:, None, None].expand(self.matrices),
+                b[:, token],
+                c[:, token],
+                skip[:, None].expand(x.shape[2:]),
+                dt_bias=no_bias,
+            )
+            outs.append(out)
+        return torch.stack(outs, dim=1), matrices
 
     def _parts(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [L, heads, head_dim], B and C [L, groups, state_dim] of [L, channels]."""
+        """x [.., heads, head_dim], B and C [.., groups, state_dim] of [.., channels]."""
         shared = self.groups * self.state_dim
         x, b, c = convolved.split([self.heads * self.head_dim, shared, shared], dim=-1)
         return (
@@ -94,15 +97,14 @@ class SelectiveScan(TriedKernels):
 
     def check(self, exact: SelectiveScan, like: Tensor, drawn: Callable[..., Tensor]) -> None:
         tokens = self.chunk_tokens + 6
-        convolved = drawn(tokens, self.heads * self.head_dim + 2 * self.groups * self.state_dim).to(like.dtype)
-        gates, weights = [drawn(tokens, self.heads).abs()], (-drawn(self.heads).abs(), drawn(self.heads))
-        matrix = drawn(*self.matrices)
+        convolved = drawn(2, tokens, self.heads * self.head_dim + 2 * self.groups * self.state_dim).to(like.dtype)
+        time_steps, weights = drawn(2, tokens, self.heads).abs(), (-drawn(self.heads).abs(), drawn(self.heads))
+        matrices = drawn(2, *self.matrices)
         both = ((self, convolved), (exact, convolved.float()))
-        pairs = (
-            (each.chunk(rows, gates, weights, matrix) for each, rows in both),
-            (each.step(rows[:1], [gates[0][:1]], weights, matrix[None].clone()) for each, rows in both),
-        )
-        for found, expected in pairs:
+        for end in (tokens, 1):
+            found, expected = (
+                each.advance(rows[:, :end], [time_steps[:, :end]], weights, matrices.clone()) for each, rows in both
+            )
             for one, other in zip(found, expected, strict=True):
                 largest = other.abs().max()
                 check_result(one / largest, other / largest)

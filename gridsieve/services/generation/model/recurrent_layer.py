@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """transformers' functions: for a chunk of a sequence, for one token after the other of each of several.
+    """transformers' functions: for chunks of several sequences, for one token after the other of each.
 
     On a card with a package that has kernels, they are these, else torch's operators.
     """
@@ -58,7 +58,7 @@ class TriedKernels:
         return found
 
     def check(self, exact: Self, like: Tensor, drawn: Callable[..., Tensor]) -> None:
-        """Compares the kernels with those of `exact`. drawn: values in [-1, 1) of a shape.
+        """Compares the kernels with those of `exact`, on two sequences. drawn: values in [-1, 1) of a shape.
 
         Raises AssertionError, and whatever the kernels raise.
         """

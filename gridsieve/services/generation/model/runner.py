@@ -34,7 +34,9 @@ from gridsieve.services.generation.request.batch import (
     pack,
     slots_of,
 )
+from gridsieve.services.generation.request.reader import Reader
 from gridsieve.services.generation.request.request import Request, Status
+from gridsieve.services.generation.sampling.rows import ReadRows
 from gridsieve.services.generation.sampling.sampler import (
     SampledBatch,
     SampledToken,
@@ -65,8 +67,8 @@ class LaunchedStep:
     """A step whose forward the device may still be computing.
 
     chunks: in packed order. logits: as `Runner.forward` returns them. began_ns: when its launch began, on the
-    monotonic clock. replayed: whether a graph computed it. hidden: [T, D], what the head that drafts reads of it, valid
-    until the next launch; None without a head.
+    monotonic clock. replayed: whether a graph computed it. hidden: [T, D], what the head that drafts reads of it; None
+    without a head.
     """
 
     chunks: Sequence[Chunk]
@@ -82,11 +84,13 @@ class LaunchedStep:
         The host knows all tokens before those that are sampled. Nothing is drawn for requests that have ended.
         """
         sampling = [chunk for chunk in self.chunks if chunk.samples]
-        tokens: SampledBatch | list[list[SampledToken] | Exception] = []
+        tokens: SampledBatch | ReadRows | list[list[SampledToken] | Exception] = []
         drafts = [chunk.draft_tokens for chunk in sampling]
         if any(drafts):
             states = [chunk.request.sampling_state for chunk in sampling]
             tokens = sample_and_verify(self.logits, states, drafts)
+        elif sampling and isinstance(sampling[0].request, Reader):
+            tokens = ReadRows(self.logits)
         elif sampling:
             # Also if all have ended: reading the result tells that the forward's pinned inputs may be used again.
             tokens = choose(self.logits, [_state_of(chunk.request) for chunk in sampling])
@@ -97,13 +101,14 @@ class LaunchedStep:
 class SampledStep:
     """A step whose tokens the device may still be sampling.
 
-    sampling: the chunks that sample. tokens: their tokens; those of a step with draft tokens are known.
+    sampling: the chunks that sample. tokens: their tokens; those of a step with draft tokens are known. Of a model that
+    reads, their rows.
     chunks, began_ns, replayed, hidden: as in `LaunchedStep`.
     """
 
     chunks: Sequence[Chunk]
     sampling: Sequence[Chunk]
-    tokens: SampledBatch | list[list[SampledToken] | Exception]
+    tokens: SampledBatch | ReadRows | list[list[SampledToken] | Exception]
     began_ns: int
     replayed: bool
     hidden: Tensor | None
@@ -120,6 +125,8 @@ class SampledStep:
 
         Waits for the device. What it gives for requests that had ended has no meaning.
         """
+        if isinstance(self.tokens, ReadRows):
+            return {chunk: [row] for chunk, row in zip(self.sampling, self.tokens.read(), strict=True)}
         if not isinstance(self.tokens, SampledBatch):
             return dict(zip(self.sampling, self.tokens, strict=True))
         tokens = [[token] for token in self.tokens.read()]
@@ -201,6 +208,9 @@ class Runner:
             # torch raises a second error when the broken capture is closed; its context is the cause.
             log.warning("decoding without graphs", error=str(error.__context__ or error))
             return False
+        if self.drafter:
+            # Each sequence that drafts has another row beside those of its drafts.
+            self.drafter.capture(-(-max_rows // 2), blocks, capture)
         log.info("decode steps captured", graphs=len(self._graphs), seconds=round(time.perf_counter() - start, 3))
         return True
 
@@ -222,9 +232,10 @@ class Runner:
 
         unread: int64 [U], the tokens of the requests that have an unread one, in the order of the chunks.
 
-        Returns raw logits, float32 [S, vocab_size]: for each chunk that samples, in order, one row for each draft
-        token and one for the token before them. Under tensor parallelism, a failure raises OutOfStep once the step was
-        sent to the other ranks; a failure before that leaves them as they were.
+        Returns raw logits, float32 [S, vocab_size], or what the model reads, float32 [S, W]: for each chunk that
+        samples, in order, one row for each draft token and one for the token before them. Under tensor parallelism, a
+        failure raises OutOfStep once the step was sent to the other ranks; a failure before that leaves them as they
+        were.
         """
         packed, media = pack(chunks, self._cache.sizes.block_tokens)
         media_embeds = uploaded(self.model, media, self.model.embed_levels) if media else None
@@ -252,7 +263,8 @@ class Runner:
         self.replayed = replayed is not None
         if replayed is None:
             return self._forward(packed, ids, media_embeds)
-        logits, self._hidden = replayed
+        logits, hidden = replayed
+        self._hidden = None if hidden is None else hidden.clone()  # the next step may be launched before it is read
         return logits
 
     def _forward(self, packed: Packed, ids: Tensor, media_embeds: Tensor | None) -> Tensor:

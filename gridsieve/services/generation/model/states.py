@@ -2,7 +2,7 @@
 
     chunk [start, end) of a sequence     reads the slot of the state after `start` tokens, writes another one
     snapshots within the chunk           further slots, each with the state after some of its tokens
-    a row that decodes                   a step of its own; all such rows are one batch
+    chunks of as many tokens             one batch: rows that decode, and rows with as many drafts
 
 Nothing is written to a slot that is read, so a step that failed can be computed again from the same states. Slot ZERO
 is the state before the first token and never written; slot PADDING is written by rows that only fill a batch.
@@ -30,7 +30,11 @@ from gridsieve.services.generation.request.batch import Packed, StateUse
 ZERO, PADDING = NO_STATE, 1
 # Slots that hold no sequence's state: those two.
 RESERVED = 2
+# Kernels for chunks compute 64 tokens or more at a time: so few, drafts for instance, are computed one by one.
+FEW_TOKENS = 8
 _BYTES = 4
+# Matrices of a layer that a CPU advances together: so many stay in the cache of a core from one operator to the next.
+CPU_BYTES = 2**20
 
 
 class Recurrence(Protocol):
@@ -46,21 +50,13 @@ class Recurrence(Protocol):
     def fastest(self, like: Tensor) -> Recurrence:
         """The same with the fastest functions that work on the device and in the dtype of `like`."""
 
-    def step(
+    def advance(
         self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrices: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """One token of each of R sequences. convolved: [R, channels]. matrices: [R, heads, rows, columns], before it;
-        they may be changed.
+        """L tokens of each of R sequences. convolved: [R, L, channels]. matrices: [R, heads, rows, columns], before
+        them; they may be changed.
 
-        Returns the output [R, heads, head_dim], and the matrices after it.
-        """
-
-    def chunk(
-        self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrix: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """L tokens of one sequence. convolved: [L, channels]. matrix: [heads, rows, columns], before them.
-
-        Returns the output [L, heads, head_dim], and the matrix after them.
+        Returns the output [R, L, heads, head_dim], and the matrices after them.
         """
 
 
@@ -89,6 +85,16 @@ class Convolution:
     taps: Tensor
     bias: Tensor | None = None
 
+    def of(self, window: Tensor) -> Tensor:
+        """window: [R, channels, kernel − 1 + L], any float dtype. Returns [R, L, channels] in the dtype of the taps."""
+        window, kernel = window.to(self.taps.dtype), self.taps.shape[1]
+        if window.shape[2] - kernel < FEW_TOKENS:
+            sums = (window.unfold(2, kernel, 1) * self.taps[:, None]).sum(3)
+            sums = sums if self.bias is None else sums + self.bias[:, None]
+        else:
+            sums = F.conv1d(window, self.taps[:, None], self.bias, groups=len(self.taps))
+        return F.silu(sums).mT
+
 
 class StateCache:
     """The slots of every layer: inputs of the convolution, and matrices, float32."""
@@ -100,45 +106,61 @@ class StateCache:
         inputs, matrices = (slots, sizes.channels, sizes.kernel - 1), (slots, *sizes.recurrence.matrices)
         self.inputs = [like.new_zeros(inputs, dtype=torch.float32) for _ in range(sizes.layers)]
         self.matrices = [like.new_zeros(matrices, dtype=torch.float32) for _ in range(sizes.layers)]
+        fitting = max(1, CPU_BYTES // (_BYTES * math.prod(matrices[1:])))
+        self._together = fitting if like.device.type == "cpu" else None  # sequences
 
     def batch(self, packed: Packed) -> StateBatch:
         """For the chunks of a step. Those of a step that only measures have no slots: from ZERO to PADDING."""
         uses = packed.states or (StateUse(ZERO, PADDING),) * len(packed.contexts)
-        decodes = packed.num_decodes
-        views: list[ChunkStates] = []
-        at = decodes
-        for context, use in zip(packed.contexts[decodes:], uses[decodes:], strict=True):
-            views.append(ChunkStates(at, at + context.tokens, use))
+        alike: dict[tuple[int, ...], list[tuple[int, StateUse]]] = {}
+        at = 0
+        for context, use in zip(packed.contexts, uses, strict=True):
+            ends = (*(tokens for tokens, _ in use.saves), context.tokens)
+            alike.setdefault(ends, []).append((at, use))
             at += context.tokens
-        read = self._slots([use.read for use in uses[:decodes]])
-        write = self._slots([use.write for use in uses[:decodes]])
-        return StateBatch(self, read, write, tuple(views))
+        parts = [
+            self._alike(ends, chunks[first : first + (self._together or len(chunks))])
+            for ends, chunks in alike.items()
+            for first in range(0, len(chunks), self._together or len(chunks))
+        ]
+        return StateBatch(self, tuple(parts))
 
     def decode_batch(self, read: Tensor, write: Tensor) -> StateBatch:
         """For one new token of each sequence. read, write: int64 [R], on the device and never read by the host."""
-        return StateBatch(self, read, write, ())
+        return StateBatch(self, (Alike(slice(len(read)), (1,), (read, write)),))
 
-    def _slots(self, slots: Sequence[int]) -> Tensor:
-        return to_device(np.array(slots, np.int64), self.matrices[0].device)
+    def _alike(self, ends: tuple[int, ...], chunks: Sequence[tuple[int, StateUse]]) -> Alike:
+        """chunks: the first row of each, and its slots."""
+        device = self.matrices[0].device
+        rows = np.add.outer([at for at, _ in chunks], np.arange(ends[-1])).reshape(-1)
+        first, end = int(rows[0]), int(rows[-1]) + 1
+        slots = [(use.read, *(slot for _, slot in use.saves), use.write) for _, use in chunks]
+        return Alike(
+            slice(first, end) if end - first == len(rows) else to_device(rows, device),
+            ends,
+            tuple(to_device(np.array(slots, np.int64).T, device)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkStates:
-    """A chunk of more than one token: rows [first_row, end_row) of the packed batch."""
+class Alike:
+    """Chunks of as many tokens, whose states are written after the same ones of them.
 
-    first_row: int
-    end_row: int
-    use: StateUse
+    rows: theirs in the packed batch, chunk after chunk; a tensor is int64, on the device. ends: tokens after which a
+    state is written, the last after all. slots: int64 [R] each: those that are read, and for each end those written.
+    """
+
+    rows: slice | Tensor
+    ends: tuple[int, ...]
+    slots: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """The slots of one packed forward. read, write: int64 [R], of the rows that decode, which come first."""
+    """The slots of one packed forward."""
 
     cache: StateCache
-    read: Tensor
-    write: Tensor
-    chunks: tuple[ChunkStates, ...]
+    chunks: tuple[Alike, ...]
 
     def advance(
         self,
@@ -156,49 +178,33 @@ class StateBatch:
         Returns [T, heads, head_dim] in the dtype of inputs.
         """
         out = inputs.new_empty((len(inputs), self.cache.sizes.recurrence.matrices[0], head_dim))
-        if rows := len(self.read):
-            own = [gate[:rows] for gate in gates]
-            out[:rows] = self._decode(layer, inputs[:rows], convolution, own, weights)
-        for chunk in self.chunks:
-            rows_of = slice(chunk.first_row, chunk.end_row)
-            own = [gate[rows_of] for gate in gates]
-            self._chunk(layer, chunk.use, inputs[rows_of], convolution, own, weights, out[rows_of])
+        for each in self.chunks:
+            own, *own_gates = (part[each.rows].unflatten(0, (-1, each.ends[-1])) for part in (inputs, *gates))
+            out[each.rows] = (
+                self._advance(layer, each, own, convolution, own_gates, weights).flatten(0, 1).to(out.dtype)
+            )
         return out
 
-    def _decode(
-        self, layer: int, inputs: Tensor, convolution: Convolution, gates: Sequence[Tensor], weights: Sequence[Tensor]
-    ) -> Tensor:
-        windows, matrices = self.cache.inputs[layer], self.cache.matrices[layer]
-        window = torch.cat([windows[self.read], inputs[:, :, None].float()], dim=2)  # [R, channels, kernel]
-        windows.index_copy_(0, self.write, window[:, :, 1:])
-        taps = convolution.taps
-        convolved = (window.to(taps.dtype) * taps).sum(2)
-        if convolution.bias is not None:
-            convolved = convolved + convolution.bias
-        out, state = self.cache.recurrence.step(F.silu(convolved), gates, weights, matrices[self.read])
-        matrices.index_copy_(0, self.write, state)
-        return out
-
-    def _chunk(
+    def _advance(
         self,
         layer: int,
-        use: StateUse,
+        chunks: Alike,
         inputs: Tensor,
         convolution: Convolution,
         gates: Sequence[Tensor],
         weights: Sequence[Tensor],
-        out: Tensor,
-    ) -> None:
+    ) -> Tensor:
+        """inputs: [R, L, channels]. gates: [R, L, heads] each. Returns [R, L, heads, head_dim]."""
         windows, matrices = self.cache.inputs[layer], self.cache.matrices[layer]
-        before, taps = windows[use.read], convolution.taps
-        window = torch.cat([before, inputs.T.float()], dim=1)  # [channels, kernel − 1 + tokens]
-        sums = F.conv1d(window[None].to(taps.dtype), taps[:, None], convolution.bias, groups=len(taps))
-        convolved, matrix, start = F.silu(sums)[0].T, matrices[use.read], 0
-        for end, slot in (*use.saves, (len(inputs), use.write)):
+        read, *written = chunks.slots
+        window = torch.cat([windows[read], inputs.mT.float()], dim=2)  # [R, channels, kernel − 1 + L]
+        convolved, state, outs, start = convolution.of(window), matrices[read], list[Tensor](), 0
+        for end, slots in zip(chunks.ends, written, strict=True):
             if end > start:
-                rows = slice(start, end)
-                own = [gate[rows] for gate in gates]
-                out[rows], matrix = self.cache.recurrence.chunk(convolved[rows], own, weights, matrix)
-            windows[slot] = window[:, end : end + before.shape[1]]
-            matrices[slot] = matrix
+                own = [gate[:, start:end] for gate in gates]
+                out, state = self.cache.recurrence.advance(convolved[:, start:end], own, weights, state)
+                outs.append(out)
+            windows.index_copy_(0, slots, window[:, :, end : end + windows.shape[2]])
+            matrices.index_copy_(0, slots, state)
             start = end
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)

@@ -43,7 +43,8 @@ class Chunk:
 
     samples: the token after the chunk is sampled.
     draft_tokens: the last tokens of the chunk; a token is sampled after each of them, too.
-    drafted: whether the head drafted for it, though the answer's grammar may have refused its tokens.
+    drafted: whether the step waited for its drafts, though prompt lookup may have found none after all, or the answer's
+        grammar may have refused them.
     """
 
     request: Request

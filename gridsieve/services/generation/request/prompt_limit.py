@@ -32,12 +32,13 @@ class PromptLimit:
     def answer_tokens(
         self, plan: PromptPlan, prunings: Sequence[ItemPruning], num_kept: Sequence[int], max_new_tokens: int | None
     ) -> int:
-        """The maximum number of tokens of the answer, at least 1.
+        """The maximum number of tokens of the answer, at least 1 if it has one.
 
-        prunings, num_kept: one for each item. max_new_tokens: of the request; None if it sets none.
+        prunings, num_kept: one for each item. max_new_tokens: of the request; None if it sets none, 0 if it has no
+        answer.
         Raises PromptTooLong if prompt and answer do not fit, with a frame_sampling that would fit.
         """
-        answer = max_new_tokens or 1
+        answer = 1 if max_new_tokens is None else max_new_tokens
         # Text between the slices of a video (timestamps) scales with their number, so it is not the caller's text.
         between = sum(_between(item, item.grid.t) for item in plan.media)
         text = plan.tokens - between - sum(item.grid.tokens for item in plan.media)
@@ -47,7 +48,7 @@ class PromptLimit:
             spare = min(spare, self.context_tokens - plan.tokens)
         if answer <= spare:
             return spare
-        wanted = f"an answer of {answer} tokens" if max_new_tokens else "an answer"
+        wanted = "an answer" if max_new_tokens is None else f"an answer of {answer} tokens"
         limits = [Limit(prunings, self.tokens - text - answer)]
         if self.context_tokens is not None:
             limits.append(Limit([ItemPruning()] * len(plan.media), self.context_tokens - text - answer))

@@ -23,6 +23,7 @@ from gridsieve.services.generation.memory.holding import Holding
 from gridsieve.services.generation.request.encoded_media import EncodedMedia, MediaItem
 from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
 from gridsieve.services.generation.sampling.detokenizer import Detokenizer
+from gridsieve.services.generation.sampling.rows import Float32Array
 from gridsieve.services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState
 
 
@@ -82,6 +83,13 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Read:
+    """values: float32 [W], what was read of the prompt of a `Reader`."""
+
+    values: Float32Array
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """draft_tokens: those that the model computed for the answer; accepted_draft_tokens: those that are part of it."""
 
@@ -96,7 +104,7 @@ class Failed:
     error: GridsieveError
 
 
-Event: TypeAlias = PrefillStarted | Delta | Finished | Failed
+Event: TypeAlias = PrefillStarted | Delta | Read | Finished | Failed
 
 
 class Status(Enum):
@@ -249,7 +257,7 @@ class Request:
             ends.append(prompt.rows_end(index, prompt.num_kept[index] - encoded.last_rows.shape[1]))
         return prompt, ends
 
-    def append(self, sampled: SampledToken) -> tuple[Delta, FinishReason | None]:
+    def append(self, sampled: SampledToken) -> tuple[Delta | Read, FinishReason | None]:
         """Appends a token that was read. Returns its event, and the reason if the answer ends with it."""
         token_id = sampled.token_id
         self.output_ids.append(token_id)

@@ -7,12 +7,14 @@ session, in this event loop; tokens come from the engine, in the engine's thread
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+import math
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
+import numpy as np
 import structlog
 
 from gridsieve.common.contract.errors import InvalidRequest
@@ -24,6 +26,7 @@ from gridsieve.common.serving.observed import MAX_REQUEST_ID_CHARACTERS, bound_r
 from gridsieve.common.telemetry.logs import add_request_stats
 from gridsieve.services.generation.answers.events import Events, Inbox
 from gridsieve.services.generation.answers.messages import response_of, sampling_request
+from gridsieve.services.generation.answers.reading import row_of
 from gridsieve.services.generation.answers.text import Answers
 from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.live.call import LiveCall
@@ -31,15 +34,22 @@ from gridsieve.services.generation.live.sessions import LiveSessions
 from gridsieve.services.generation.live.source_metrics import Sources
 from gridsieve.services.generation.request.encoded_media import MediaItem
 from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
-from gridsieve.services.generation.request.request import Request
+from gridsieve.services.generation.request.reader import ONE_ROW, Reader
+from gridsieve.services.generation.request.request import Adapter, Request
 from gridsieve.services.generation.rpc.messages import method_message, note_item, usage_message
 from gridsieve.services.generation.rpc.metrics import count_prompt
+from gridsieve.services.generation.rpc.prompts import NameOf, embed_prompt, in_words, score_prompt
+from gridsieve.services.generation.sampling.answer_reader import AnswerReader
+from gridsieve.services.generation.sampling.rows import Float32Array
 from gridsieve.services.generation.sampling.tool_calls import ToolUse
 from gridsieve.services.generation.served_model import ServedModel
 from gridsieve.services.generation.stage_clock import Stage, StageClock, record_stages
 from gridsieve.services.generation.upstream.media import MediaCall, MediaClient
 from gridsieve.v1 import generation_pb2, generation_pb2_grpc, prompt_pb2
 from gridsieve.v1.generation_pb2 import GenerateRequest, GenerateResponse, LiveRequest, LiveResponse
+
+# As `torch.nn.functional.normalize`.
+_LEAST_NORM = 1e-12
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
@@ -81,10 +91,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 max_model_len=self._model.limit.tokens,
                 pruning=pruning_message(self._model.pruning),
                 pruning_methods=map(method_message, self._model.pruning_methods),
+                task=f"TASK_{self._model.task.upper()}",
+                instruction=self._model.reads.instruction if self._model.reads else "",
             )
 
     async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse]:
         clock, model = StageClock(), self._model
+        model.check_task("generate")
         request_id = _request_id(request.request_id)
         wanted = sampling_request(request)
         self._check_tools(request.prompt, wanted.tool_use)
@@ -101,6 +114,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             plan, prunings, num_kept = session.plan, session.prunings, session.num_kept
             answer_tokens = model.limit.answer_tokens(plan, prunings, num_kept, wanted.max_new_tokens)
             usage = usage_message(plan, prunings, num_kept)
+            if thought := model.thought_after(plan):
+                grammar = await model.grammar_after(thought, wanted)
             first, *others = wanted.resolve(model.defaults, answer_tokens, grammar, bad_words)
             events = Events(self._inbox, 1 + len(others))
             prompt = PrunedPrompt(plan, num_kept, model.defaults.vocab_size, bounded=session.bounded)
@@ -110,31 +125,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             for index, each in enumerate(others, 1):
                 question.add_sibling(f"{request_id}#{index}", each, model.stop_finder(each), listener(index))
             answers = (question, *question.siblings)
-            # Submitted before its media are selected, so that the text before them is prefilled in the meantime.
-            self._engine.submit(question)
-            for index, encoded in enumerate(question.encoded_media):
-                if encoded:  # the encoder does not send it again
-                    note_item(usage, index, encoded.kept, encoded.repaired_frames)
-            if not question.wanted_media:
-                clock.skip(Stage.TRANSFER)
-            receiving = asyncio.create_task(self._receive_media(session, question, usage, events))
-            try:
+            async with self._submitted(session, answers, usage, events, clock):
                 accepted = generation_pb2.Accepted(request_id=request_id, usage=usage)
                 yield GenerateResponse(accepted=accepted)
-                told = Answers(question, len(answers), clock, model.tokenizer, wanted.tool_use)
+                is_split = wanted.tool_use or thought
+                readers = [AnswerReader(model.call_form, wanted.tool_use, thought) for _ in answers if is_split]
+                told = Answers(question, len(answers), clock, model.tokenizer, readers)
                 while not told.complete:
                     for part in told.of(await events.next()):
                         yield response_of(part, usage, clock, model.tokenizer)
-            except BaseException as error:
-                record_stages(clock, error)
-                raise
-            else:
-                record_stages(clock)
-            finally:
-                for answer in answers:
-                    self._engine.cancel(answer)
-                receiving.cancel()
-                await asyncio.wait([receiving])
 
     async def Live(
         self, requests: AsyncIterator[LiveRequest], context: grpc.aio.ServicerContext[Any, Any]
@@ -142,6 +141,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         first = await anext(aiter(requests), None)
         if first is None or not first.HasField("open"):
             raise InvalidRequest("the first request of a live session must open it")
+        self._model.check_task("generate")
         request_id = _request_id(first.open.request_id)
         options = partial(passed_on, context, self._credentials, part=True)
         live = LiveCall(
@@ -155,12 +155,107 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             async for response in made:
                 yield response
 
+    async def Embed(
+        self, request: generation_pb2.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> generation_pb2.EmbedResponse:
+        reading, most = self._model.reading("embed"), self._model.input.hidden_size
+        size = request.dimensions if request.HasField("dimensions") else most
+        if not 1 <= size <= most:
+            raise InvalidRequest(field="dimensions", limit=f"1 to {most}", value=size)
+        reading_it = self._reading(*embed_prompt(request, reading), request, context)
+        del request  # files may be large, as in `Generate`
+        row, usage = await reading_it
+        values = row[:size].astype(np.float64)
+        embedding = values / max(float(np.linalg.norm(values)), _LEAST_NORM)
+        return generation_pb2.EmbedResponse(embedding=embedding, request_id=bound_request_id(), usage=usage)
+
+    async def Score(
+        self, request: generation_pb2.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> generation_pb2.ScoreResponse:
+        reading_it = self._reading(*score_prompt(request, self._model.reading("score")), request, context)
+        del request
+        row, usage = await reading_it
+        score = (1 + math.tanh(float(row[0]) / 2)) / 2  # the logistic function, which overflows nowhere
+        return generation_pb2.ScoreResponse(score=score, request_id=bound_request_id(), usage=usage)
+
+    def _reading(
+        self,
+        prompt: prompt_pb2.Prompt,
+        name_of: NameOf,
+        request: generation_pb2.EmbedRequest | generation_pb2.ScoreRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> Coroutine[Any, Any, tuple[Float32Array, generation_pb2.Usage]]:
+        """`_row` of a prompt, which was made of the request."""
+        clock, request_id = StageClock(), _request_id(request.request_id)
+        adapter = self._model.adapters.find(request.adapter) if request.HasField("adapter") else None
+        call, pruning = passed_on(context, self._credentials), self._model.completed(request.pruning)
+        opening = self._media.open(prompt, pruning, clock, adapter, **call)
+        return self._row(opening, name_of, clock, request_id, adapter, prompt.cache_salt)
+
+    async def _row(
+        self,
+        opening: AbstractAsyncContextManager[MediaCall],
+        name_of: NameOf,
+        clock: StageClock,
+        request_id: str,
+        adapter: Adapter | None,
+        salt: str,
+    ) -> tuple[Float32Array, generation_pb2.Usage]:
+        """What the model reads of a prompt, float32 [W]."""
+        with in_words(name_of):
+            async with opening as session:
+                plan, num_kept = session.plan, session.num_kept
+                self._model.limit.answer_tokens(plan, session.prunings, num_kept, 0)
+                usage, events = usage_message(plan, session.prunings, num_kept), Events(self._inbox, 1)
+                pruned = PrunedPrompt(plan, num_kept, self._model.defaults.vocab_size, bounded=session.bounded)
+                listener = events.listener(0)
+                reader = Reader(request_id, pruned, session.media_keys, ONE_ROW, None, listener, adapter, salt)
+                async with self._submitted(session, (reader,), usage, events, clock):
+                    row = await row_of(reader, events, clock)
+                    usage.cached_prompt_tokens = reader.cached_tokens
+                    return row, usage
+
+    @asynccontextmanager
+    async def _submitted(
+        self,
+        session: MediaCall,
+        answers: Sequence[Request],
+        usage: generation_pb2.Usage,
+        events: Events,
+        clock: StageClock,
+    ) -> AsyncIterator[None]:
+        """The engine computes a request with its siblings, and gets its media, while what is inside reads the events.
+
+        answers: the request and its siblings.
+        """
+        question, *_ = answers
+        # Submitted before its media are selected, so that the text before them is prefilled in the meantime.
+        self._engine.submit(question)
+        for index, encoded in enumerate(question.encoded_media):
+            if encoded:  # the encoder does not send it again
+                note_item(usage, index, encoded.kept, encoded.repaired_frames)
+        if not question.wanted_media:
+            clock.skip(Stage.TRANSFER)
+        receiving = asyncio.create_task(self._receive_media(session, question, usage, events))
+        try:
+            yield
+        except BaseException as error:
+            record_stages(clock, error)
+            raise
+        else:
+            record_stages(clock)
+        finally:
+            for answer in answers:
+                self._engine.cancel(answer)
+            receiving.cancel()
+            await asyncio.wait([receiving])
+
     def _check_tools(self, prompt: prompt_pb2.Prompt, use: ToolUse | None) -> None:
         """Leaves out tools that must not be called. Raises InvalidRequest for those whose calls cannot be read."""
         if use is None:
             prompt.ClearField("tools")
-        elif not self._model.reads_calls:
-            why = "the checkpoint's chat template teaches no form of tool calls that is read here (Hermes)"
+        elif not self._model.call_form:
+            why = "the checkpoint's chat template teaches no form of tool calls that is read here"
             raise InvalidRequest(field="prompt.tools", limit=f"empty: {why}")
 
     async def _receive_media(

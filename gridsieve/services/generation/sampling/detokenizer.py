@@ -10,7 +10,8 @@ decodes again all tokens since the last whole character: quadratic for answers o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,11 +35,17 @@ class Tokenizer(Protocol):
     def id_to_token(self, id: int) -> str | None: ...  # noqa: A002
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint folder. Raises StartupError if tokenizer.json is missing or invalid."""
+def load_tokenizer(folder: Path, shown: Collection[str] = ()) -> Tokenizer:
+    """The tokenizer of a checkpoint folder. Raises StartupError if tokenizer.json is missing or invalid.
+
+    shown: tokens that are decoded as text, although the tokenizer may call them special.
+    """
     path = folder / "tokenizer.json"
     try:
-        tokenizer: Tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        told = json.loads(path.read_text(encoding="utf-8"))
+        for token in told.get("added_tokens", []):
+            token["special"] = token["special"] and token["content"] not in shown
+        tokenizer: Tokenizer = tokenizers.Tokenizer.from_str(json.dumps(told))
     except Exception as error:  # the library raises bare Exceptions, for a missing file as for a bad one
         raise StartupError(f"{path} is not a tokenizer: {error}") from error
     return tokenizer

@@ -57,6 +57,7 @@ class SamplingRequest:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     json_schema: str | None = None
+    max_thinking_tokens: int | None = None
     tool_use: ToolUse | None = None
 
     def __post_init__(self) -> None:
@@ -74,6 +75,9 @@ class SamplingRequest:
         self._check("top_logprobs", limit, lambda value: 0 <= value <= MAX_TOP_LOGPROBS)
         self._check("top_logprobs", "0 without logprobs", lambda value: self.logprobs or value == 0)
         self._check("min_new_tokens", "at least 0", lambda value: value >= 0)
+        self._check("max_thinking_tokens", "at least 0", lambda value: value >= 0)
+        if self.max_thinking_tokens is not None:
+            _check("ignore_eos", "true", "false where thinking has a limit", not self.ignore_eos)
         self._check("n", f"between 1 and {MAX_ANSWERS}", lambda value: 1 <= value <= MAX_ANSWERS)
         if self.json_schema is not None:
             size, limit = len(self.json_schema), f"at most {MAX_SCHEMA_CHARACTERS} characters"

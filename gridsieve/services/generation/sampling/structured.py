@@ -22,7 +22,10 @@ from torch import Tensor
 
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.services.compute.transfers import to_device
-from gridsieve.services.generation.sampling.tool_calls import Tool, ToolUse, grammar_of
+from gridsieve.services.generation.sampling.answer_grammar import grammar_of
+from gridsieve.services.generation.sampling.call_forms import CallForm, literal
+from gridsieve.services.generation.sampling.thoughts import Thought
+from gridsieve.services.generation.sampling.tool_calls import Tool, ToolUse
 
 MAX_SCHEMA_CHARACTERS = 65_536
 ANY_OBJECT = '{"type": "object"}'
@@ -53,13 +56,14 @@ class Grammars:
     """Compiles schemas for one tokenizer.
 
     vocab_size: columns of the model's logits, of which those without a token are never allowed.
-    eos_ids: tokens that may end a complete document.
+    eos_ids: tokens that may end a complete document. form: of tool calls; None: no answer calls tools.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(self, folder: Path, vocab_size: int, eos_ids: Sequence[int], form: CallForm | None = None) -> None:
         self._folder = folder
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
+        self._form = form
         self._compiled = lru_cache(_KEPT_GRAMMARS)(self._compile)
 
     @cached_property
@@ -68,21 +72,40 @@ class Grammars:
         text = (self._folder / "tokenizer.json").read_text(encoding="utf-8")
         return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_ids or None)
 
-    def compile(self, schema: str | None, use: ToolUse | None = None) -> Grammar:
-        """The grammar of an answer that is a document of a schema, or calls tools; one of them is given.
+    def compile(
+        self,
+        schema: str | None,
+        use: ToolUse | None = None,
+        thought: Thought | None = None,
+        max_thinking_tokens: int | None = None,
+    ) -> Grammar:
+        """The grammar of an answer that is a document of a schema, or calls tools, after its thought.
 
-        May take some milliseconds. Raises InvalidRequest, with the place, for a schema that cannot be held.
+        max_thinking_tokens: of the thought; None: any number. May take some milliseconds. Raises InvalidRequest, with
+        the place, for a schema that cannot be held.
         """
-        return self._compiled(schema, use)
+        return self._compiled(schema, use, thought, max_thinking_tokens)
 
-    def _compile(self, schema: str | None, use: ToolUse | None) -> Grammar:
+    def _compile(
+        self, schema: str | None, use: ToolUse | None, thought: Thought | None, max_thinking_tokens: int | None
+    ) -> Grammar:
         answer = None if schema is None else self._checked(schema, _SCHEMA)
-        if use is None:
+        if use is None and thought is None:
             assert answer is not None
             return self._matching(LLMatcher.grammar_from_json_schema(answer, overrides=_OPTIONS), _SCHEMA)
-        arguments = [self._arguments(tool) | {"x-guidance": _OPTIONS} for tool in use.tools]
-        text = grammar_of(use, arguments, None if answer is None else answer | {"x-guidance": _OPTIONS})
-        return self._matching(LLMatcher.grammar_from_lark(text), "prompt.tools")
+        held = None if answer is None else answer | {"x-guidance": _OPTIONS}
+        calls = None
+        if use:
+            assert self._form
+            calls = self._form, use, [self._arguments(tool) | {"x-guidance": _OPTIONS} for tool in use.tools]
+        text = grammar_of(held, calls, (thought, max_thinking_tokens) if thought else None, self._mark)
+        return self._matching(LLMatcher.grammar_from_lark(text), "prompt.tools" if use else _SCHEMA)
+
+    def _mark(self, text: str) -> str:
+        """`Mark`: tokens such as `<tool_call>` are no text to llguidance, whatever the tokenizer says."""
+        ids = self._tokenizer.tokenize_str(text, parse_special=True) if text else []
+        is_token = len(ids) == 1 and self._tokenizer.is_special_token(ids[0])
+        return f"<[{ids[0]}]>" if is_token else literal(text)
 
     def _matching(self, grammar: str, name: str) -> Grammar:
         """Raises InvalidRequest for a grammar that is too large as a whole."""

@@ -95,9 +95,11 @@ def build(
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # some kernels and quantizers use the current device
     dtype = _dtype(settings, checkpoint, device)
-    model = load_language_model(checkpoint, dtype, device, group, settings.quantization == "int4")
+    model = load_language_model(checkpoint, dtype, device, group, settings.quantization)
     model = replace(model, fp8_cache=settings.kv_cache_dtype == "fp8")
     load_adapters(settings.adapters, model, group)
+    if settings.draft_model and model.reads:
+        raise StartupError(f"--draft-model: a model that {checkpoint.task}s generates no tokens to draft")
     if settings.draft_model:
         model = replace(model, draft=_draft_head(settings.draft_model, checkpoint, model))
     limits, state_slots = with_states(settings, limits, model, _memory_bytes(device, group))
@@ -252,8 +254,11 @@ def fitting_tokens(
 
 
 def _capture(runner: Runner, max_rows: int, max_tokens: int, group: Group | None) -> None:
-    """All ranks replay decode steps, or none does: a rank would wait for ever for one that computes another step."""
-    if group and not group.least(int(runner.captures)):
+    """All ranks replay decode steps, or none does: a rank would wait for ever for one that computes another step.
+
+    A model that reads never decodes.
+    """
+    if runner.model.reads or (group and not group.least(int(runner.captures))):
         return
     if has_separate_experts(runner.model.text):  # the host waits for the device in each layer
         return
@@ -271,7 +276,7 @@ def _decoded_rows(settings: GenerationSettings, limits: StepLimits) -> int:
 
 def _live_tokens(settings: GenerationSettings, checkpoint: Checkpoint, device: torch.device) -> int | None:
     """The most that live sessions may hold; None: what the longest sequence leaves. Raises StartupError."""
-    if not family_of(checkpoint).live:
+    if not family_of(checkpoint).live or checkpoint.task != "generate":
         if settings.live_tokens:
             raise StartupError(f"--live-tokens: {not_live()}")
         return 0

@@ -143,7 +143,8 @@ def _largest_step(runner: Runner, blocks: int, block_tokens: int, sizes: Sizes) 
     logits = runner.compute(packed, torch.zeros(shape, dtype=model.dtype, device=model.device))
     # `sample_and_verify` copies the rows of one position where there are draft tokens.
     sampled = logits[: sizes.requests].clone() if sizes.sampled > sizes.requests else logits
-    choose(sampled, [SamplingState(_SAMPLING, np.zeros(1, np.int32)) for _ in sampled]).read()
+    if model.reads is None:
+        choose(sampled, [SamplingState(_SAMPLING, np.zeros(1, np.int32)) for _ in sampled]).read()
     del logits, sampled  # the head that drafts reads a step once its tokens are read
     if runner.drafter:
         runner.drafter.try_rows(packed)

@@ -26,7 +26,8 @@ class PlainText:
     """Tokenises plain text.
 
     path: of the tokenizer. prefix: the ids that it puts before each text, such as Llama's beginning of a sequence; its
-    processor in transformers adds it to a prompt that does not begin with it.
+    processor in transformers adds it to a prompt that does not begin with it. suffix: those that it puts after a text,
+    such as an embedder's end of text; they end a prompt, as in transformers.
     Raises StartupError if the checkpoint has no tokenizer, or one whose control tokens plain text can spell.
     """
 
@@ -48,7 +49,7 @@ class PlainText:
         spellable = [token for token, token_id in control.items() if token_id in _encoded(token, self._later)]
         if spellable:
             raise StartupError(f"{self.path}: ordinary text can spell the control tokens {', '.join(spellable)}")
-        self.prefix = _prefix(Tokenizer.from_file(str(self.path)), str(self.path))
+        self.prefix, self.suffix = _around(Tokenizer.from_file(str(self.path)))
 
     def ids(self, text: str, *, first: bool, check_cancelled: Callable[[], None]) -> list[int]:
         """The ids of a text. first: nothing comes before it.
@@ -90,14 +91,11 @@ def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def _prefix(tokenizer: Tokenizer, path: str) -> list[int]:
-    """Raises StartupError for a tokenizer that puts tokens after a text."""
-    bare = tokenizer.encode("a", add_special_tokens=False).ids
-    whole = tokenizer.encode("a", add_special_tokens=True).ids
-    if whole[len(whole) - len(bare) :] != bare:
-        raise StartupError(f"{path}: a post_processor that puts tokens after a text is not supported")
-    ids: list[int] = whole[: len(whole) - len(bare)]
-    return ids
+def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids that the tokenizer's post-processor puts before and after a text."""
+    encoded = tokenizer.encode("a", add_special_tokens=True)
+    own = [place for place, added in enumerate(encoded.special_tokens_mask) if not added]
+    return encoded.ids[: own[0]], encoded.ids[own[-1] + 1 :]
 
 
 def _of_later_text(pre_tokenizer: Any) -> Any:

@@ -173,6 +173,8 @@ class ChatTokens:
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in turn.tool_calls
             ]
+        if turn.thought:
+            message["reasoning_content"] = turn.thought
         if turn.role == "tool":
             message |= {"tool_call_id": turn.tool_call_id, "name": turn.tool_name}
         return message
@@ -244,7 +246,7 @@ class ChatTokens:
                 ids = []
             else:
                 ids.append(self._control[piece])
-        made.append(np.array(ids, np.int32))
+        made.append(np.array(ids + self._text.suffix, np.int32))
         return [piece for piece in made if piece.size]
 
 

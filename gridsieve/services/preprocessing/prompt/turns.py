@@ -22,7 +22,7 @@ class ToolCall:
 class Turn:
     """One message: its role as chat templates name it, and its text and media in order.
 
-    tool_calls: of the model. tool_call_id, tool_name: of the call whose result it is.
+    tool_calls: of the model. tool_call_id, tool_name: of the call whose result it is. thought: of the model before it.
     """
 
     role: str
@@ -30,6 +30,7 @@ class Turn:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     tool_name: str = ""
+    thought: str = ""
 
 
 @dataclass(frozen=True, slots=True)

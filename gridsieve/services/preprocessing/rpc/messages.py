@@ -78,7 +78,10 @@ def conversation_of(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLIN
                 parts.append(content)
         calls = _tool_calls(message, name)
         called |= {call.id: call.name for call in calls}
-        turns.append(Turn(_ROLES[message.role], tuple(parts), calls, *_result_of(message, name, called)))
+        if message.thought and message.role != prompt_pb2.ROLE_ASSISTANT:
+            raise InvalidRequest(field=f"{name}.thought", limit="empty for another role than assistant")
+        result = _result_of(message, name, called)
+        turns.append(Turn(_ROLES[message.role], tuple(parts), calls, *result, message.thought))
     if not any(part for turn in turns for part in (*turn.parts, *turn.tool_calls)):
         raise InvalidRequest("hold no media and only empty text", field="prompt.messages")
     _check_sums(media, max_inline_bytes)
