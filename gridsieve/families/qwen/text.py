@@ -119,22 +119,14 @@ QWEN3_VL, QWEN3_VL_MOE = (
         classes,
         _PREFIXES_OF_3,
         embed_levels=lambda config: len(config.vision_config.deepstack_visual_indexes),
-        plan=plan,
+        # The dense model has no tensor-parallel plan, but its layers have the structure and names of Qwen3's.
+        plan=Qwen3Config.base_model_tp_plan,
         change=_transpose_experts,
         readings=_READINGS,
     )
-    for config_class, classes, plan in (
-        (
-            Qwen3VLConfig,
-            TextClasses(Qwen3VLForConditionalGeneration, _Text, Qwen3VLTextRotaryEmbedding),
-            # Its own plan has no layers, but they have the structure and names of Qwen3's.
-            Qwen3Config.base_model_tp_plan,
-        ),
-        (
-            Qwen3VLMoeConfig,
-            TextClasses(Qwen3VLMoeForConditionalGeneration, _MoeText, Qwen3VLMoeTextRotaryEmbedding),
-            None,
-        ),
+    for config_class, classes in (
+        (Qwen3VLConfig, TextClasses(Qwen3VLForConditionalGeneration, _Text, Qwen3VLTextRotaryEmbedding)),
+        (Qwen3VLMoeConfig, TextClasses(Qwen3VLMoeForConditionalGeneration, _MoeText, Qwen3VLMoeTextRotaryEmbedding)),
     )
 )
 QWEN3_5 = TextFamily.of(
