@@ -101,7 +101,9 @@ def _load(
     layers = None if how is None else Int4Layers(checkpoint, text, prefix, how, named)
     if group is not None and has_separate_experts(text):
         raise StartupError(f"--tensor-parallel {group.ranks}: experts stored in 4 bits support one rank only")
-    shards = shard_text(text, text.config.base_model_tp_plan or family.plan, group)
+    plan = text.config.base_model_tp_plan or {}
+    # A plan of the embedding alone is none: transformers gives dense models of Qwen3-VL such a one.
+    shards = shard_text(text, plan if any(name.startswith("layers.") for name in plan) else family.plan, group)
     if layers is not None:
         layers.pack(dtype, device, shards)
         named = layers.others
