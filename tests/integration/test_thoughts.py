@@ -142,8 +142,16 @@ def test_responses_have_a_reasoning_item_that_goes_on_with_the_conversation(clie
         for each in (
             {"input": [result], "previous_response_id": first.id},
             {"input": told_again},
+            {
+                "input": [
+                    told_again[0],
+                    *({"type": "item_reference", "id": each["id"]} for each in (thought, message)),
+                    call,
+                    result,
+                ]
+            },
             {"input": [item for item in told_again if item.get("type") != "reasoning"]},
             {"input": [*told_again[:2], call, message, result]},  # a model may call first
         )
     ]
-    assert lengths[2] < lengths[0] == lengths[1] <= lengths[3]
+    assert lengths[3] < lengths[0] == lengths[1] == lengths[2] <= lengths[4]
