@@ -137,13 +137,16 @@ def test_responses_have_a_reasoning_item_that_goes_on_with_the_conversation(clie
     assert json.loads(call["arguments"]) == {"city": "Kyoto"}
     result: Any = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
     told_again: list[Any] = [{"role": "user", "content": "Rain?"}, thought, message, call, result]
+    ids = [{"type": "item_reference", "id": item["id"]} for item in (thought, message)]  # as the AI SDK
+    referred: list[Any] = [told_again[0], *ids, call, result]
     lengths = [
         client.responses.create(model=model, tools=[TOOL], max_output_tokens=16, **each).usage.input_tokens  # type: ignore[union-attr]
         for each in (
             {"input": [result], "previous_response_id": first.id},
             {"input": told_again},
+            {"input": referred},
             {"input": [item for item in told_again if item.get("type") != "reasoning"]},
             {"input": [*told_again[:2], call, message, result]},  # a model may call first
         )
     ]
-    assert lengths[2] < lengths[0] == lengths[1] <= lengths[3]
+    assert lengths[3] < lengths[0] == lengths[1] == lengths[2] <= lengths[4]

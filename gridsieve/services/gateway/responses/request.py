@@ -119,6 +119,7 @@ class ReasoningItem(Strict):
 
     type: Literal["reasoning"]
     content: Ignored = None
+    id: Ignored = None
 
     @property
     def text(self) -> str:

@@ -87,7 +87,9 @@ def _load(
     prefix = next((each for each in family.prefixes if has_weights(checkpoint, each)), family.prefixes[-1])
     named, how = family.named(config), int4_format(checkpoint, quantization == "int4")
     in_fp8: dict[str, torch.dtype] = {}
-    blocks, plan = fp8_blocks(checkpoint), text.config.base_model_tp_plan or family.plan
+    blocks, plan = fp8_blocks(checkpoint), text.config.base_model_tp_plan or {}
+    # A plan of the embedding alone is none: transformers gives dense models of Qwen3-VL such a one.
+    plan = plan if any(name.startswith("layers.") for name in plan) else family.plan
     if quantization == "fp8":
         _check_rounding(checkpoint, group)
     if is_quantised(checkpoint) and how is None:

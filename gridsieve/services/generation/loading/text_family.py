@@ -45,7 +45,7 @@ class TextFamily:
     position_axes: see `LanguageModel`.
     embed_levels: for a config, see `LanguageModel`.
     stored: vectors that have the ids after the vocabulary's last, in this order.
-    plan: transformers' tensor-parallel plan, if the text config has none.
+    plan: transformers' tensor-parallel plan, if the text config has none of the layers.
     named: for a config, maps a stored name after the prefix to the text model's.
     change: changes the weights that were read to those that the text model takes.
     readings: of its embedders and rerankers.
