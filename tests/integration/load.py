@@ -143,6 +143,7 @@ class Load:
 async def one_in_each_stage(fleet: Fleet, client: GridsieveClient, seed: int) -> AsyncIterator[Load]:
     """Holds requests in the first replica of each service. `halfway` listens at the address of the second encoder."""
     preprocessing, encoder, generation = fleet.first
+    long, second_long = long_clip(seed), long_clip(seed + 1)  # made before the tower has any to be busy with
     async with serving(drip, port=fleet.fetch_port) as server, AsyncExitStack() as replica:
         slow = await replica.enter_async_context(halfway(fleet.encoder[1].address, encoder.address))
         with ExitStack() as standing_still:
@@ -154,9 +155,9 @@ async def one_in_each_stage(fleet: Fleet, client: GridsieveClient, seed: int) ->
                 await until(lambda: server.requests)
                 asked["generating"] = generating = endless(client, short_clip(seed))
                 await until(lambda: generating.tokens > 0)
-                asked["decoding and encoding"] = encoding = asked_about(client, long_clip(seed))
+                asked["decoding and encoding"] = encoding = asked_about(client, long)
                 await until(lambda: encoding.half_encoded)
-                asked["waiting for room"] = asked_about(client, long_clip(seed + 1))
+                asked["waiting for room"] = asked_about(client, second_long)
                 await until(lambda: encoder.metric("gridsieve_encoder_buffer_waiting") >= 1)
                 standing_still.enter_context(stopped_workers(preprocessing))
                 asked["reading"] = asked_about(client, short_clip(seed + 1))
