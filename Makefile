@@ -43,7 +43,7 @@ tree:  ## List every Python file with the first line of its docstring
 demo: setup  ## Ask the embedded model about a clip, at rates 0 and 0.75, and show what that saves a larger model
 	@$(BIN)/python -m demo.run
 
-test: setup  ## Run the tests (about 10 minutes on two cores)
+test: setup  ## Run the tests (about 7 minutes on two cores)
 	$(PYTEST) -n 2
 
 test-deep: setup  ## Run the slow variations of tests, the fuzzers and the soaks (about 30 minutes)
