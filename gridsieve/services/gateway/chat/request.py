@@ -207,7 +207,7 @@ class AssistantCall(Strict):
 
 class ChatMessage(Strict):
     """A turn. content: unset where the model only called tools. reasoning_content, reasoning: two names of an answer's
-    thought. The last fields are those that clients echo of an answer, all empty here; `name` is used for tools alone.
+    thought. Clients send the last four fields of an answer back; they must be empty. `name` is used for tools alone.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

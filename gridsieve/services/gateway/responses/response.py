@@ -101,7 +101,7 @@ class ResponseWriter:
         self._is_cut_off = False
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """The object of a complete answer. Log-probabilities are told of an answer without thought and calls."""
+        """The object of a complete answer. It has log-probabilities if there is neither a thought nor a call."""
         (choice,) = answer.choices
         text = Delta(
             choice.index,

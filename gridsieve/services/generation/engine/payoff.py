@@ -1,7 +1,7 @@
 """Whether drafting pays: what it brings to a step, against what it costs the step.
 
-    gain of a step    1 + Σ a / sequences tokens of each instead of 1; a: accepted draft tokens of a request a step, a
-                      moving average, of those that draft
+    gain of a step    1 + Σ a / sequences tokens of each instead of 1; a: the moving average of a request's
+                      accepted draft tokens a step; the sum is over requests that draft
     cost of a step    seconds with drafts / seconds without, medians of the last steps in which about as many sequences
                       decode and no prompt is computed. Drafts cost more with many sequences than with few, and where a
                       device computes beside the host, a step with drafts waits for the host

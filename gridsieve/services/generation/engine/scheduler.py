@@ -204,7 +204,7 @@ class Scheduler:
         return chunks
 
     def _running(self) -> tuple[list[Request], list[Request]]:
-        """The running requests that decode, and those that prefill."""
+        """The running requests that decode, and the running requests that prefill."""
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in self.running:

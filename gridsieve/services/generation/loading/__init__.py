@@ -45,7 +45,7 @@ def load_language_model(
 ) -> LanguageModel:
     """A checkpoint's language model, or with a group, whose size has passed `check_ranks`, this rank's part of it.
 
-    quantization: to what linear layers are rounded; those that are stored in 4 bits stay so anyhow.
+    quantization: the format to which linear layers are rounded. Layers stored in 4 bits stay in 4 bits.
     Raises StartupError for an unsupported model type, missing or unknown weights, and attention features that the
     engine does not support.
     """

@@ -1,6 +1,6 @@
-"""Layers that stay in fp8: all of a checkpoint with blocks of 128 × 128, as Qwen publishes them, and those that are
-rounded to such blocks, on a card with products in fp8; elsewhere, and with other blocks, experts alone. The others are
-dequantised while they are read.
+"""Linear layers in fp8. On a card with products in fp8, all layers with blocks of 128 × 128 stay in fp8, whether Qwen
+published them so or `--quantization fp8` rounded them. Elsewhere, and with other blocks, experts stay in fp8, and the
+other layers are dequantised while they are read.
 
     q_proj.weight             e4m3 [N, K]
     q_proj.weight_scale_inv   bfloat16 or float32 [N / 128, K / 128]: what a block is multiplied by

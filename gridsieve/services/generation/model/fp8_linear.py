@@ -110,7 +110,7 @@ def _dequantised_product(sides: Sequence[int], rows: Tensor, weight: Tensor, sca
 
 
 def fits(linear: nn.Linear) -> bool:
-    """Whether the layer's sizes are those that products in fp8 support."""
+    """Whether products in fp8 support the layer's sizes."""
     return linear.in_features % GROUP == 0 and linear.out_features % GROUP == 0
 
 

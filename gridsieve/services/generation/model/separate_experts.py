@@ -19,7 +19,7 @@ class SeparateExperts(nn.ModuleDict):
     """Takes the place of the experts of transformers, without biases. Its modules have their numbers as names.
 
     The layers of each are gate_proj and up_proj, or up_proj alone, or gate_up_proj; and down_proj.
-    count: of all experts. own: the numbers of those that this rank has.
+    count: of all experts. own: the numbers of this rank's experts.
     """
 
     def __init__(self, stacked: Any, joined: bool, rank: int = 0, ranks: int = 1) -> None:

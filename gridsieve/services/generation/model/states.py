@@ -144,10 +144,11 @@ class StateCache:
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Chunks of as many tokens, whose states are written after the same ones of them.
+    """Chunks with equal numbers of tokens, whose states are written after the same tokens.
 
-    rows: theirs in the packed batch, chunk after chunk; a tensor is int64, on the device. ends: tokens after which a
-    state is written, the last after all. slots: int64 [R] each: those that are read, and for each end those written.
+    rows: of these chunks in the packed batch, chunk after chunk; a tensor is int64, on the device. ends: numbers of
+    tokens after which a state is written; the last is all. slots: int64 [R] each: slots that are read, then for each
+    end the slots that are written.
     """
 
     rows: slice | Tensor
