@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,26 +117,15 @@ class Layout:
     def save(self, whole: Any, folder: Path) -> Path:
         """The folder of a checkpoint of a model that was drawn."""
         save_checkpoint(folder, whole, make_tokenizer(self.shape), self.shape)
-        if self.recurrent:
-            for name, kind in (("preprocessor", "image"), ("video_preprocessor", "video")):
+        if self.recurrent or self.deepstack:
+            for name, processor in (
+                ("preprocessor", {"image_processor_type": "Qwen2VLImageProcessor"}),
+                ("video_preprocessor", {"video_processor_type": "Qwen3VLVideoProcessor"}),
+            ):
                 path = folder / f"{name}_config.json"
                 settings = json.loads(path.read_text()) | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-                settings |= {"processor_class": "Qwen3VLProcessor", **_PROCESSORS[kind](self.shape.max_pixels)}
-                path.write_text(json.dumps(settings))
+                path.write_text(json.dumps(settings | {"processor_class": "Qwen3VLProcessor", **processor}))
         return folder
-
-
-# Qwen3-VL's processors, by the most pixels of a frame; a video's are those of all frames, here at most 16.
-_PROCESSORS: Mapping[str, Callable[[int], dict[str, Any]]] = {
-    "image": lambda most: {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "size": {"shortest_edge": 56 * 56, "longest_edge": most},
-    },
-    "video": lambda most: {
-        "video_processor_type": "Qwen3VLVideoProcessor",
-        "size": {"shortest_edge": 4 * 56 * 56, "longest_edge": 16 * most},
-    },
-}
 
 
 def _qwen3_5(config: Any, recurrent: Recurrent) -> Any:
@@ -201,11 +189,18 @@ SMALL = replace(
         max_pixels=320 * 280,
     ),
 )
+# The same sizes in Qwen3-VL's layout, whose slices have timestamps. Its budget of pixels is that of all frames.
+SMALL_QWEN3_VL = replace(
+    SMALL,
+    shape=replace(SMALL.shape, min_pixels=4 * SMALL.shape.min_pixels, max_pixels=16 * SMALL.shape.max_pixels),
+    deepstack=DeepStack((1, 3), place_count=400, head_dim=64),
+)
 # The same tower, and a text model in Qwen3.5's layout with as many parameters: six layers with a recurrent state, two
 # with attention.
 SMALL_RECURRENT = replace(
-    SMALL,
-    shape=replace(SMALL.shape, layers=8),
+    SMALL_QWEN3_VL,
+    shape=replace(SMALL_QWEN3_VL.shape, layers=8),
+    deepstack=None,
     recurrent=Recurrent(place_count=400, head_dim=64, rotary=0.5, key_heads=4, value_heads=8, state_dim=64),
 )
 # Sizes of Qwen/Qwen2.5-VL-3B-Instruct, from its config.json.

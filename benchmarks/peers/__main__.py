@@ -33,7 +33,7 @@ import torch
 
 from benchmarks.ask import ask
 from benchmarks.clips import another_file, clip
-from benchmarks.models import QWEN2_5_VL_3B, SMALL, SMALL_RECURRENT
+from benchmarks.models import QWEN2_5_VL_3B, SMALL, SMALL_QWEN3_VL, SMALL_RECURRENT
 from benchmarks.peers.figures import Figures, Measured
 from benchmarks.peers.generate import Peer
 from benchmarks.peers.limits import limits
@@ -49,7 +49,7 @@ from gridsieve.client.prompt import Options, Video
 from gridsieve.common.contract.retention import EVS, PIXEL_CHANGE
 from gridsieve.common.telemetry.logs import configure_logging
 
-LAYOUTS = {"small": SMALL, "recurrent": SMALL_RECURRENT, "3b": QWEN2_5_VL_3B}
+LAYOUTS = {"small": SMALL, "qwen3-vl": SMALL_QWEN3_VL, "recurrent": SMALL_RECURRENT, "3b": QWEN2_5_VL_3B}
 QUESTION = "Describe what happens."
 NEW_TOKENS = 64
 CLIP_S, CLIP_FPS, CLIP_SIZE = 8, 24, (240, 320)
