@@ -112,6 +112,7 @@ QWEN2_5_VL = TextFamily.of(
     Qwen2_5_VLConfig,
     TextClasses(Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLTextModel, Qwen2_5_VLRotaryEmbedding),
     _PREFIXES_OF_2,
+    clock_times=True,
 )
 QWEN3_VL, QWEN3_VL_MOE = (
     TextFamily.of(
@@ -123,6 +124,7 @@ QWEN3_VL, QWEN3_VL_MOE = (
         plan=Qwen3Config.base_model_tp_plan,
         change=_transpose_experts,
         readings=_READINGS,
+        clock_times=True,
     )
     for config_class, classes in (
         (Qwen3VLConfig, TextClasses(Qwen3VLForConditionalGeneration, _Text, Qwen3VLTextRotaryEmbedding)),
@@ -134,10 +136,12 @@ QWEN3_5 = TextFamily.of(
     TextClasses(Qwen3_5ForConditionalGeneration, Qwen3_5TextModel, Qwen3_5TextRotaryEmbedding),
     _PREFIXES_OF_3,
     change=_transpose_experts,
+    clock_times=True,
 )
 QWEN3_5_MOE = TextFamily.of(
     Qwen3_5MoeConfig,
     TextClasses(Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeTextModel, Qwen3_5MoeTextRotaryEmbedding),
     _PREFIXES_OF_3,
     change=_transpose_experts,
+    clock_times=True,
 )

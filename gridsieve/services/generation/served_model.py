@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from gridsieve.common.chat_templates import chat_templates
@@ -21,10 +21,12 @@ from gridsieve.services.generation.sampling.banned import Spelling, spellings
 from gridsieve.services.generation.sampling.call_forms import CallForm, form_of
 from gridsieve.services.generation.sampling.defaults import SamplingDefaults
 from gridsieve.services.generation.sampling.detokenizer import Detokenizer, Tokenizer
+from gridsieve.services.generation.sampling.moments import Notation, moments_rules, schema_with_times
 from gridsieve.services.generation.sampling.params import SamplingRequest
 from gridsieve.services.generation.sampling.sampler import SamplingParams
 from gridsieve.services.generation.sampling.structured import Grammar, Grammars
 from gridsieve.services.generation.sampling.thoughts import Thought, thinks, thought_after
+from gridsieve.services.generation.sampling.tool_calls import ToolUse
 from gridsieve.services.generation.upstream.arriving_item import ModelInput
 from gridsieve.v1 import prompt_pb2
 
@@ -59,6 +61,7 @@ class ServedModel:
     call_form: in which it writes tool calls; None: in none that is read here. thinks: whether it knows thoughts.
     pruning: of videos for which a request names none. pruning_methods: those that a request may name. usual_method: of
         a rate without a method.
+    notation: of times in videos.
     reads: how prompts are read; None of a model that generates.
     live: None of families that are not served in live sessions.
     """
@@ -77,6 +80,7 @@ class ServedModel:
     usual_method: str
     live: LiveModel | None = None
     reads: Reading | None = None
+    notation: Notation = field(default_factory=Notation)
 
     @classmethod
     def of(
@@ -118,6 +122,7 @@ class ServedModel:
             usual_method,
             live,
             model.reads,
+            Notation(model.clock_times),
         )
 
     @property
@@ -146,18 +151,42 @@ class ServedModel:
 
     async def constraints(self, wanted: SamplingRequest) -> tuple[Grammar | None, Sequence[Spelling]]:
         """The grammar of a request's answers, if they have one, and the spellings of its bad words; in a thread."""
-        grammar, bad_words = await self.grammar_after(None, wanted), tuple[Spelling, ...]()
+        grammar = None if wanted.needs_times else await self.grammar_after(None, wanted)
+        bad_words: Sequence[Spelling] = ()
         if wanted.bad_words:
             bad_words = await asyncio.to_thread(spellings, self.tokenizer, wanted.bad_words)
         return grammar, bad_words
 
-    async def grammar_after(self, thought: Thought | None, wanted: SamplingRequest) -> Grammar | None:
-        """The grammar of a request's answers and their thought, if they have one; in a thread."""
+    async def grammar_after(
+        self, thought: Thought | None, wanted: SamplingRequest, plan: PromptPlan | None = None
+    ) -> Grammar | None:
+        """The grammar of a request's answers and their thought, if they have one; in a thread.
+
+        plan: of the prompt, where the request needs the times of its videos.
+        """
         budget = wanted.max_thinking_tokens if thought else None
         if not wanted.is_constrained and budget is None:
             return None
         use = wanted.tool_use if wanted.is_constrained else None
-        return await asyncio.to_thread(self.grammars.compile, wanted.json_schema, use, thought, budget)
+        return await asyncio.to_thread(self._compiled, wanted, plan, use, thought, budget)
+
+    def _compiled(
+        self,
+        wanted: SamplingRequest,
+        plan: PromptPlan | None,
+        use: ToolUse | None,
+        thought: Thought | None,
+        budget: int | None,
+    ) -> Grammar:
+        schema, rules = wanted.json_schema, list[str]()
+        if wanted.needs_times:
+            assert plan
+            if wanted.moments:
+                rules = moments_rules(plan, wanted.moments, self.notation)
+            else:
+                assert schema is not None
+                schema = schema_with_times(schema, plan, self.notation)
+        return self.grammars.compile(schema, use, thought, budget, tuple(rules))
 
     def thought_after(self, plan: PromptPlan) -> Thought | None:
         """The thought of an answer to a prompt; None: it has none."""

@@ -9,6 +9,7 @@ from gridsieve.common.contract.requests import check_tools
 from gridsieve.services.generation.answers.text import Ended, Said, Told
 from gridsieve.services.generation.request.request import FinishReason
 from gridsieve.services.generation.sampling.detokenizer import REPLACEMENT, Tokenizer
+from gridsieve.services.generation.sampling.moments import MomentsFormat
 from gridsieve.services.generation.sampling.params import SamplingRequest, check_counts
 from gridsieve.services.generation.sampling.structured import ANY_OBJECT, MAX_SCHEMA_CHARACTERS
 from gridsieve.services.generation.sampling.token_bytes import token_bytes
@@ -35,6 +36,8 @@ def sampling_request(request: generation_pb2.GenerateRequest) -> SamplingRequest
     given["logit_bias"] = dict(message.logit_bias)
     if given.pop("json_object", False):
         given["json_schema"] = ANY_OBJECT
+    if message.HasField("moments"):
+        given["moments"] = MomentsFormat(message.moments.grain_s if message.moments.HasField("grain_s") else None)
     return SamplingRequest(**given, tool_use=_tool_use(request))
 
 

@@ -51,7 +51,7 @@ def load_language_model(
     """
     family = _family(checkpoint)
     model = _load(family, checkpoint, dtype, device, group, quantization)
-    model = replace(model, position_axes=family.position_axes)
+    model = replace(model, position_axes=family.position_axes, clock_times=family.clock_times)
     if checkpoint.task != "generate":
         model = reader_of(checkpoint, family, model)
     if not family.stored:

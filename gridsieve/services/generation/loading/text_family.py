@@ -49,6 +49,7 @@ class TextFamily:
     named: for a config, maps a stored name after the prefix to the text model's.
     change: changes the weights that were read to those that the text model takes.
     readings: of its embedders and rerankers.
+    clock_times: whether it was trained to write times of videos as `mm:ss.ff`, else in seconds.
     """
 
     config: Callable[[Checkpoint], Any]
@@ -61,6 +62,7 @@ class TextFamily:
     named: Callable[[Any], Named] = lambda config: as_stored
     change: Callable[[nn.Module, dict[str, Tensor]], None] = lambda text, weights: None
     readings: Sequence[Reading] = ()
+    clock_times: bool = False
 
     @classmethod
     def of(cls, config_class: Any, classes: TextClasses, prefixes: Sequence[str], **others: Any) -> Self:

@@ -31,6 +31,7 @@ class LanguageModel:
     draft: the head that drafts tokens for it, if there is one.
     reads: how prompts are read; None of a model that generates. `lm_head` then makes of a state what is read: the
         state itself, or a score.
+    clock_times: see `TextFamily`.
     position_axes: of the positions that `text` takes: 3; 1 of a model whose axes are all equal; 0 if it knows none.
     """
 
@@ -50,6 +51,7 @@ class LanguageModel:
     adapters: Adapters = field(default_factory=Adapters)
     draft: DraftHead | None = None
     reads: Reading | None = None
+    clock_times: bool = False
 
     def position_ids(self, positions: Tensor) -> Tensor:
         """int64 [3, T] as `text` takes them: [3, 1, T] or [1, T], which a model without positions ignores."""

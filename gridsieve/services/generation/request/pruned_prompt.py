@@ -182,6 +182,13 @@ class PrunedPrompt:
         ids = self.ids[: self.tokens]
         return np.where((self.identities[0, : self.tokens] > 0) | (ids >= self.vocab_size), np.int32(-1), ids)
 
+    def kept_tokens(self) -> dict[int, Int32Array]:
+        """By media index, the kept tokens of the item's grid that are gathered, int32 [K]."""
+        found: dict[int, list[NDArray[np.int64]]] = {index: [] for index in range(len(self.plan.media))}
+        for span in self.spans:
+            found[span.media_index].append(self.identities[1, span.offset : span.end])
+        return {index: np.concatenate([*rows, []]).astype(np.int32) for index, rows in found.items()}
+
     def content(self, first: int, end: int) -> bytes:
         """Everything that keys and values of tokens [first, end) depend on besides the tokens before them."""
         return self.identities[:, first:end].tobytes() + self.positions[:, first:end].tobytes()

@@ -26,6 +26,7 @@ from gridsieve.common.serving.observed import MAX_REQUEST_ID_CHARACTERS, bound_r
 from gridsieve.common.telemetry.logs import add_request_stats
 from gridsieve.services.generation.answers.events import Events, Inbox
 from gridsieve.services.generation.answers.messages import response_of, sampling_request
+from gridsieve.services.generation.answers.moments import ToldMoments
 from gridsieve.services.generation.answers.reading import row_of
 from gridsieve.services.generation.answers.text import Answers
 from gridsieve.services.generation.engine.engine import Engine
@@ -114,8 +115,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             plan, prunings, num_kept = session.plan, session.prunings, session.num_kept
             answer_tokens = model.limit.answer_tokens(plan, prunings, num_kept, wanted.max_new_tokens)
             usage = usage_message(plan, prunings, num_kept)
-            if thought := model.thought_after(plan):
-                grammar = await model.grammar_after(thought, wanted)
+            thought = model.thought_after(plan)
+            if thought or wanted.needs_times:
+                grammar = await model.grammar_after(thought, wanted, plan)
             first, *others = wanted.resolve(model.defaults, answer_tokens, grammar, bad_words)
             events = Events(self._inbox, 1 + len(others))
             prompt = PrunedPrompt(plan, num_kept, model.defaults.vocab_size, bounded=session.bounded)
@@ -131,9 +133,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 is_split = wanted.tool_use or thought
                 readers = [AnswerReader(model.call_form, wanted.tool_use, thought) for _ in answers if is_split]
                 told = Answers(question, len(answers), clock, model.tokenizer, readers)
+                moments = ToldMoments(prompt, wanted.moments, model.notation) if wanted.moments else None
                 while not told.complete:
                     for part in told.of(await events.next()):
-                        yield response_of(part, usage, clock, model.tokenizer)
+                        response = response_of(part, usage, clock, model.tokenizer)
+                        if moments:
+                            moments.add(part, response)
+                        yield response
 
     async def Live(
         self, requests: AsyncIterator[LiveRequest], context: grpc.aio.ServicerContext[Any, Any]

@@ -8,7 +8,6 @@ neither requests nor the matcher.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,20 +20,18 @@ _FREE = "free"
 
 
 def grammar_of(
-    answer: Mapping[str, Any] | None,
+    document: Sequence[str],
     calls: tuple[CallForm, ToolUse, Sequence[Mapping[str, Any]]] | None,
     thought: tuple[Thought, int | None] | None,
     mark: Mark,
 ) -> str:
     """The grammar of one answer.
 
-    answer: the schema of a document, or of an answer that calls nothing; None: any text. calls: their form, the tools,
+    document: the rules of a document, or of an answer that calls nothing; none: any text. calls: their form, the tools,
     and the schemas of the tools' arguments; None: it has none. thought: with the most tokens of it; None: it has none.
     Raises InvalidRequest for a schema that the form cannot hold, and for a number that the tokenizer cannot.
     """
-    start, rules = _FREE if answer is None else "document", list[str]()
-    if answer is not None:
-        rules.append(f"document: %json {json.dumps(answer)}")
+    start, rules = "document" if document else _FREE, list(document)
     if calls:
         start = _with_calls(start, *calls, mark, rules)
     if thought:

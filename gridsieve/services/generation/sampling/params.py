@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.services.generation.sampling.banned import Spelling
 from gridsieve.services.generation.sampling.defaults import SamplingDefaults
+from gridsieve.services.generation.sampling.moments import MomentsFormat, has_times
 from gridsieve.services.generation.sampling.sampler import SamplingParams
 from gridsieve.services.generation.sampling.structured import MAX_SCHEMA_CHARACTERS, Grammar
 from gridsieve.services.generation.sampling.tool_calls import ToolUse
@@ -57,6 +58,7 @@ class SamplingRequest:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     json_schema: str | None = None
+    moments: MomentsFormat | None = None
     max_thinking_tokens: int | None = None
     tool_use: ToolUse | None = None
 
@@ -82,12 +84,14 @@ class SamplingRequest:
         if self.json_schema is not None:
             size, limit = len(self.json_schema), f"at most {MAX_SCHEMA_CHARACTERS} characters"
             _check("json_schema", f"{size} characters", limit, size <= MAX_SCHEMA_CHARACTERS)
+        if self.json_schema is not None or self.moments:
             _check("ignore_eos", "true", "false where a document must end", not self.ignore_eos)
         if self.is_constrained:
             self._check("min_new_tokens", "0 where a document ends by itself", lambda value: value == 0)
         if self.tool_use and self.tool_use.required:
             _check("ignore_eos", "true", "false where tools must be called", not self.ignore_eos)
             _check("json_schema", "a schema", "unset where tools must be called", self.json_schema is None)
+            _check("moments", "set", "unset where tools must be called", self.moments is None)
         check_counts(len(self.stop), len(self.stop_token_ids), len(self.logit_bias), len(self.bad_words))
         for name, strings, most in (
             ("stop", self.stop, MAX_STOP_CHARACTERS),
@@ -102,7 +106,13 @@ class SamplingRequest:
     @property
     def is_constrained(self) -> bool:
         """Whether a grammar holds the answer."""
-        return self.json_schema is not None or (self.tool_use is not None and self.tool_use.is_constrained)
+        is_document = self.json_schema is not None or self.moments is not None
+        return is_document or (self.tool_use is not None and self.tool_use.is_constrained)
+
+    @property
+    def needs_times(self) -> bool:
+        """Whether the grammar depends on the videos of the prompt."""
+        return self.moments is not None or (self.json_schema is not None and has_times(self.json_schema))
 
     def resolve(
         self,

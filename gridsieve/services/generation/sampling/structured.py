@@ -78,27 +78,33 @@ class Grammars:
         use: ToolUse | None = None,
         thought: Thought | None = None,
         max_thinking_tokens: int | None = None,
+        rules: tuple[str, ...] = (),
     ) -> Grammar:
         """The grammar of an answer that is a document of a schema, or calls tools, after its thought.
 
-        max_thinking_tokens: of the thought; None: any number. May take some milliseconds. Raises InvalidRequest, with
-        the place, for a schema that cannot be held.
+        rules: of a document instead of a schema, in llguidance's Lark. max_thinking_tokens: of the thought; None: any
+        number. May take some milliseconds. Raises InvalidRequest, with the place, for a schema that cannot be held.
         """
-        return self._compiled(schema, use, thought, max_thinking_tokens)
+        return self._compiled(schema, use, thought, max_thinking_tokens, rules)
 
     def _compile(
-        self, schema: str | None, use: ToolUse | None, thought: Thought | None, max_thinking_tokens: int | None
+        self,
+        schema: str | None,
+        use: ToolUse | None,
+        thought: Thought | None,
+        max_thinking_tokens: int | None,
+        rules: tuple[str, ...],
     ) -> Grammar:
-        answer = None if schema is None else self._checked(schema, _SCHEMA)
-        if use is None and thought is None:
-            assert answer is not None
-            return self._matching(LLMatcher.grammar_from_json_schema(answer, overrides=_OPTIONS), _SCHEMA)
-        held = None if answer is None else answer | {"x-guidance": _OPTIONS}
+        if schema is not None:
+            answer = self._checked(schema, _SCHEMA)
+            if use is None and thought is None:
+                return self._matching(LLMatcher.grammar_from_json_schema(answer, overrides=_OPTIONS), _SCHEMA)
+            rules = (f"document: %json {json.dumps(answer | {'x-guidance': _OPTIONS})}",)
         calls = None
         if use:
             assert self._form
             calls = self._form, use, [self._arguments(tool) | {"x-guidance": _OPTIONS} for tool in use.tools]
-        text = grammar_of(held, calls, (thought, max_thinking_tokens) if thought else None, self._mark)
+        text = grammar_of(rules, calls, (thought, max_thinking_tokens) if thought else None, self._mark)
         return self._matching(LLMatcher.grammar_from_lark(text), "prompt.tools" if use else _SCHEMA)
 
     def _mark(self, text: str) -> str:
