@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import mimetypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,10 +31,13 @@ from gridsieve.cli.options import (
     template_options,
 )
 from gridsieve.cli.terminal import MediaBars, print_cost, reported_errors, stderr
-from gridsieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Progress, Usage
+from gridsieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Moment, Progress, Usage
+from gridsieve.client.captions import CaptionFormat, captions
 from gridsieve.client.client import DEFAULT_ADDRESS, GridsieveClient
 from gridsieve.client.prompt import Image, Message, Options, Text, Video, is_url, user_turn
 from gridsieve.common.contract.errors import PeerContract
+
+CAPTION_SUFFIXES: Mapping[str, CaptionFormat] = {".vtt": "vtt", ".srt": "srt"}
 
 
 def ask(
@@ -73,6 +76,16 @@ def ask(
     stop: Annotated[
         list[str] | None, of_output(help="End the completion before this text. Repeat it for several texts.")
     ] = None,
+    moments: Annotated[
+        bool,
+        of_output(help="Ask for moments: times of the video, and what happens there. Only its own times can be named."),
+    ] = False,
+    grain_s: Annotated[
+        float | None, of_output(help="Moments at multiples of so many seconds, not at the times of the frames shown.")
+    ] = None,
+    captions_file: Annotated[
+        Path | None, of_output("--captions", help="Write the moments of a video as captions, to a .vtt or .srt file.")
+    ] = None,
     as_json: JsonOption = False,
     top_logprobs: Annotated[
         int | None,
@@ -101,10 +114,14 @@ def ask(
     Example: gridsieve ask film.mkv "What happens?" --start-s 60 --end-s 90
 
     Example: gridsieve ask https://example.org/clip.mp4 "What moves?" --json
+
+    Example: gridsieve ask talk.mp4 "What happens, and when?" --captions talk.vtt
     """
     if top_logprobs is not None and not as_json:
         raise typer.BadParameter("--top-logprobs requires --json")
     locations, questions = _media_and_questions(inputs or [], question or [])
+    if captions_file:
+        _check_captions(captions_file, locations, questions)
     parts = [clip.part(each, num_frames=num_frames) for each in locations]
     history = system_message(system)
     options = Options(
@@ -116,6 +133,7 @@ def ask(
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         stop=stop,
+        moments=grain_s or moments or captions_file is not None,
         logprobs=top_logprobs is not None,
         top_logprobs=top_logprobs,
         template_options=template_options(thinking),
@@ -129,11 +147,14 @@ def ask(
             for each in questions:
                 if as_json:
                     with in_flags([*history, user_turn(parts, each)]):
-                        answers.append(answer_json(await client.ask(parts, each, history=history, **options)))
+                        answer = await client.ask(parts, each, history=history, **options)
+                    answers.append(answer_json(answer))
+                    _write_captions(captions_file, answer.moments)
                     continue
                 if len(questions) > 1:
                     stderr.print(f"[bold]{escape(each)}[/]", soft_wrap=True)
                 finished, _ = await stream(client, parts, each, history, options)
+                _write_captions(captions_file, finished.moments)
                 print_cost(finished.usage, finished.timings)
         if as_json:
             several = [{"question": each, **answer} for each, answer in zip(questions, answers, strict=True)]
@@ -161,6 +182,19 @@ def _media_and_questions(inputs: Sequence[str], questions: Sequence[str]) -> tup
     if any(not each.strip() for each in questions):
         raise typer.BadParameter("the question is empty")
     return media, questions
+
+
+def _check_captions(path: Path, media: Sequence[str], questions: Sequence[str]) -> None:
+    """Raises BadParameter where there is not one text for one file."""
+    if path.suffix not in CAPTION_SUFFIXES:
+        raise typer.BadParameter(f"{path} must end with {' or '.join(CAPTION_SUFFIXES)}", param_hint="--captions")
+    if len(media) != 1 or len(questions) != 1:
+        raise typer.BadParameter("needs one video and one question", param_hint="--captions")
+
+
+def _write_captions(path: Path | None, moments: Sequence[Moment]) -> None:
+    if path:
+        path.write_text(captions(moments, CAPTION_SUFFIXES[path.suffix]), encoding="utf-8")
 
 
 def _looks_like_media(argument: str) -> bool:
@@ -192,10 +226,12 @@ async def stream(
                         if event.text and thinks:
                             typer.echo(err=True)
                         thinks = bool(event.thought) or (thinks and not event.text)
-                        typer.echo(event.text, nl=False)
+                        if not options.get("moments"):
+                            typer.echo(event.text, nl=False)
                         text += event.text
                     case Finished():
                         finished = event
+                        typer.echo("\n".join(map(_moment_line, event.moments)), nl=False)
     finally:
         if text or finished:
             typer.echo()
@@ -204,10 +240,16 @@ async def stream(
     return finished, text
 
 
+def _moment_line(moment: Moment) -> str:
+    unseen = "" if moment.kept else " (pruning kept nothing of it)"
+    return f"{moment.start_s:.2f} to {moment.end_s:.2f} s: {moment.description}{unseen}"
+
+
 def answer_json(answer: Answer) -> dict[str, Any]:
     told = {
         "answer": answer.text,
         **({"thought": answer.thought} if answer.thought else {}),
+        **({"moments": [dataclasses.asdict(each) for each in answer.moments]} if answer.moments else {}),
         "finish_reason": answer.reason,
         "request_id": answer.request_id,
         "usage": _usage_json(answer.usage),

@@ -256,6 +256,8 @@ def _flag(field: str, messages: Sequence[Message]) -> str:
     match steps_of(field):
         case "sampling", "json_schema":
             return "--schema"
+        case "sampling", "moments", *_:
+            return "--moments" if field == "sampling.moments" else "--grain-s"
         case "frame_sampling" | "sampling", _, *_:
             return f"--{field.partition('.')[2].replace('_', '-')}"
         case "prompt", "messages", int(number), "parts", int(place), "image" | "video", *rest:

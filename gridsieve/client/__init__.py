@@ -8,9 +8,11 @@ from gridsieve.client.answer import Event as Event
 from gridsieve.client.answer import Finished as Finished
 from gridsieve.client.answer import FinishReason as FinishReason
 from gridsieve.client.answer import MediaUsage as MediaUsage
+from gridsieve.client.answer import Moment as Moment
 from gridsieve.client.answer import Progress as Progress
 from gridsieve.client.answer import Timings as Timings
 from gridsieve.client.answer import Usage as Usage
+from gridsieve.client.captions import captions as captions
 from gridsieve.client.client import GridsieveClient as GridsieveClient
 from gridsieve.client.encoding import Encoded as Encoded
 from gridsieve.client.encoding import encode as encode

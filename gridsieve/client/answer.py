@@ -186,16 +186,36 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """A part of a video, and what a completion says of it (`Sampling.moments`).
+
+    media_index: the video among the prompt's media. start_s, end_s: seconds of the video.
+    first_slice, last_slice: the temporal slices of the video's grid that are shown at both times.
+    kept: whether pruning kept tokens of one of the slices from first to last: else the model saw nothing of it.
+    """
+
+    media_index: int
+    start_s: float
+    end_s: float
+    description: str
+    first_slice: int
+    last_slice: int
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """One completion is finished.
 
     completion_tokens and generate_s are those of this completion; the rest of usage and timings is the request's.
+    moments: of a completion in moments.
     """
 
     choice_index: int
     reason: FinishReason
     usage: Usage
     timings: Timings
+    moments: tuple[Moment, ...] = ()
 
 
 Event: TypeAlias = Accepted | Progress | Delta | Finished
@@ -206,7 +226,8 @@ class Choice:
     """One of a request's n answers.
 
     logprobs, top_logprobs, token_texts, token_bytes, tool_calls and thought are those of its deltas. A call that was
-    cut off by the end of an answer (STOP) is only in `text`.
+    cut off by the end of an answer (STOP) is only in `text`. moments: those that its text names, if they were asked
+    for.
     """
 
     index: int
@@ -219,14 +240,15 @@ class Choice:
     token_bytes: Mapping[int, bytes] = field(default_factory=dict)
     tool_calls: tuple[ToolCall, ...] = ()
     thought: str = ""
+    moments: tuple[Moment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The complete result of a request: its n answers, usage and timings.
 
-    choices: the answers, as OpenAI calls them. text, token_ids, logprobs, top_logprobs, tool_calls, thought, reason:
-    those of the first one.
+    choices: the answers, as OpenAI calls them. text, token_ids, logprobs, top_logprobs, tool_calls, thought, moments,
+    reason: those of the first one.
     usage: completion_tokens is the sum over all answers.
     timings: generate_s ends with the last answer.
     """
@@ -261,6 +283,10 @@ class Answer:
         return self.choices[0].thought
 
     @property
+    def moments(self) -> tuple[Moment, ...]:
+        return self.choices[0].moments
+
+    @property
     def reason(self) -> FinishReason:
         return self.choices[0].reason
 
@@ -283,6 +309,7 @@ def choice_of(finished: Finished, deltas: Sequence[Delta]) -> Choice:
         token_bytes={token_id: data for delta in own for token_id, data in delta.token_bytes.items()},
         tool_calls=calls[:-1] if finished.reason is FinishReason.STOP else calls,
         thought="".join(delta.thought for delta in own),
+        moments=finished.moments,
     )
 
 

@@ -17,6 +17,7 @@ from gridsieve.client.answer import (
     Finished,
     FinishReason,
     MediaUsage,
+    Moment,
     Progress,
     Timings,
     Usage,
@@ -170,7 +171,8 @@ def _delta(delta: generation_pb2.Delta) -> Delta:
 
 def _finished(finished: generation_pb2.Finished) -> Finished:
     reason = known(_REASONS, finished.reason, "finish reason")
-    return Finished(finished.choice_index, reason, usage_of(finished.usage), Timings(**_fields(finished.timings)))
+    timings, moments = Timings(**_fields(finished.timings)), tuple(Moment(**_fields(each)) for each in finished.moments)
+    return Finished(finished.choice_index, reason, usage_of(finished.usage), timings, moments)
 
 
 def usage_of(usage: generation_pb2.Usage) -> Usage:

@@ -162,12 +162,19 @@ def _sampling(options: Sampling, n: int | None = None) -> generation_pb2.Samplin
 
 
 def _structured(options: Sampling) -> dict[str, Any]:
-    """Raises InvalidRequest for both kinds at once."""
-    schema, is_object = options.get("json_schema"), options.get("json_object")
+    """Raises InvalidRequest for two kinds at once."""
+    schema, is_object, moments = options.get("json_schema"), options.get("json_object"), options.get("moments")
     if schema is not None and is_object:
         raise InvalidRequest("must not be set together with json_schema", field="json_object")
+    is_moments = moments is not None and moments is not False
+    if is_moments and (is_object or schema is not None):
+        other = "json_object" if is_object else "json_schema"
+        raise InvalidRequest(f"must not be set together with {other}", field="moments")
     text = schema if schema is None or isinstance(schema, str) else json.dumps(schema)
-    return {"json_schema": text, "json_object": True if is_object else None}
+    asked = None
+    if is_moments:
+        asked = _message(generation_pb2.MomentsFormat, "moments", grain_s=None if moments is True else moments)
+    return {"json_schema": text, "json_object": True if is_object else None, "moments": asked}
 
 
 def live_open(options: LiveOptions) -> generation_pb2.LiveOpen:

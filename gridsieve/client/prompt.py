@@ -260,6 +260,8 @@ class Sampling(TypedDict, total=False):
     logprobs: return each token's log-probability. top_logprobs: also return this many of the most likely tokens at each
         position; needs logprobs.
     json_object: whether a completion is a JSON object. json_schema: a JSON schema that it satisfies.
+    moments: whether a completion is a list of moments of the prompt's videos (`Answer.moments`), at the times of the
+        slices that the model is shown; a number: at multiples of so many seconds. Not in live sessions.
     """
 
     max_new_tokens: int | None
@@ -282,6 +284,7 @@ class Sampling(TypedDict, total=False):
     top_logprobs: int | None
     json_object: bool | None
     json_schema: Mapping[str, Any] | str | None
+    moments: bool | float | None
 
 
 class ReadOptions(TypedDict, total=False):

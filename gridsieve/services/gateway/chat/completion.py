@@ -6,13 +6,15 @@ Source: OpenAI's API reference, "chat completion object" and "chat completion ch
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from gridsieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Timings, TopLogprobs, Usage
+from gridsieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Moment, Timings, TopLogprobs, Usage
+from gridsieve.client.captions import captions
 from gridsieve.client.tools import ToolCallDelta
 from gridsieve.common.contract.errors import GridsieveError
-from gridsieve.services.gateway.chat.request import StreamOptions
+from gridsieve.services.gateway.chat.request import MomentsFormat, StreamOptions
 from gridsieve.services.gateway.http.errors import body_of
 from gridsieve.services.gateway.questions import ServerSent, server_sent
 
@@ -21,9 +23,13 @@ class CompletionWriter:
     """One answer: its object, or its chunks; an `AnswerWriter`.
 
     options: whether chunks have `usage`: none does, all do (null until the last), or each has that so far.
+    moments: that the answer is in moments, of which the choice and its last chunk then have a list.
     """
 
-    def __init__(self, options: StreamOptions, request_id: str, model: str) -> None:
+    def __init__(
+        self, options: StreamOptions, request_id: str, model: str, *, moments: MomentsFormat | None = None
+    ) -> None:
+        self._moments = moments
         self._id, self._model, self._created_s = request_id, model, int(time.time())
         self._tells_usage = bool(options.include_usage)
         self._continuous = bool(options.continuous_usage_stats)
@@ -38,6 +44,7 @@ class CompletionWriter:
                 "message": _message(choice),
                 "logprobs": _logprobs(choice),
                 "finish_reason": choice.reason.value,
+                **self._told(choice.moments),
             }
             for choice in answer.choices
         ]
@@ -55,7 +62,7 @@ class CompletionWriter:
             self._begun.add(index)
             yield self._chunk(index, {"role": "assistant", "content": ""})
         if isinstance(event, Finished):
-            yield self._chunk(index, {}, reason=event.reason.value)
+            yield self._chunk(index, {}, reason=event.reason.value, told=self._told(event.moments))
             return
         if event.thought:
             yield self._chunk(index, {"reasoning_content": event.thought})
@@ -76,6 +83,15 @@ class CompletionWriter:
     def failed(self, error: GridsieveError) -> ServerSent:
         return server_sent(body_of(error))
 
+    def _told(self, moments: Sequence[Moment]) -> dict[str, Any]:
+        """What a choice has of its moments."""
+        if self._moments is None:
+            return {}
+        told: dict[str, Any] = {"moments": [asdict(moment) for moment in moments]}
+        if self._moments.captions:
+            told["captions"] = captions(moments, self._moments.captions)
+        return told
+
     def _head(self, kind: str) -> dict[str, Any]:
         return {
             "id": f"chatcmpl-{self._id}",
@@ -87,9 +103,15 @@ class CompletionWriter:
         }
 
     def _chunk(
-        self, index: int, delta: Mapping[str, Any], *, logprobs: Any = None, reason: str | None = None
+        self,
+        index: int,
+        delta: Mapping[str, Any],
+        *,
+        logprobs: Any = None,
+        reason: str | None = None,
+        told: Mapping[str, Any] | None = None,
     ) -> ServerSent:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **(told or {})}
         chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
         if self._tells_usage:
             chunk["usage"] = _counts(self._prompt_tokens, self._completion_tokens) if self._continuous else None

@@ -12,6 +12,7 @@ from gridsieve.services.gateway.chat.request import (
     ChatRequest,
     FunctionDefinition,
     FunctionName,
+    MomentsFormat,
     NamedTool,
     ObjectFormat,
     PruningFields,
@@ -57,7 +58,7 @@ def options_of(request: ChatRequest) -> tuple[Options, dict[str, str]]:
     options["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
     options.update(pruning_of(request.pruning))
     options["template_options"] = template_options_of(request.chat_template_kwargs)
-    names["json_schema"] = _set_structure(options, request)
+    names |= {"json_schema": _set_structure(options, request), "moments": "response_format"}
     choice = request.tool_choice
     named = choice.function if isinstance(choice, NamedTool) else choice
     set_tools(options, [each.function for each in request.tools or ()], named, "tool_choice.function.name")
@@ -90,9 +91,11 @@ def _set_structure(options: Options, request: ChatRequest) -> str:
             options["json_object"], name = True, "response_format"
         case SchemaFormat(json_schema=given_schema):
             options["json_schema"], name = given_schema.schema_, "response_format.json_schema.schema"
+        case MomentsFormat(grain_s=grain_s):
+            options["moments"] = True if grain_s is None else grain_s
     if other is None or (other.json_ is None and not other.json_object):
         return name
-    if "json_object" in options or "json_schema" in options:
+    if options.keys() & {"json_object", "json_schema", "moments"}:
         text = "must not be set with response_format: it is another name of it"
         raise InvalidRequest(text, field="structured_outputs")
     if other.json_object and other.json_ is not None:

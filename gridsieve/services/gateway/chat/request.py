@@ -278,6 +278,14 @@ class SchemaFormat(Strict):
     json_schema: JsonSchema
 
 
+class MomentsFormat(Strict):
+    """Ours: moments of the request's videos. captions: also as the text of a file, of one video."""
+
+    type: Literal["moments"]
+    grain_s: float | None = None
+    captions: Literal["vtt", "srt"] | None = None
+
+
 class StructuredOutputs(Strict):
     """vLLM's other name of `response_format`. json: a schema, or its text."""
 
@@ -294,7 +302,9 @@ class StructuredOutputs(Strict):
     disable_additional_properties: Literal[False] | None = None
 
 
-ResponseFormat: TypeAlias = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+ResponseFormat: TypeAlias = Annotated[
+    TextFormat | ObjectFormat | SchemaFormat | MomentsFormat, Field(discriminator="type")
+]
 
 
 class ChatRequest(MediaOptions):

@@ -6,8 +6,8 @@
     [{"start_time": "00:02.25", "end_time": "00:06.25", "description": "a car stops"}]
 
 The grammar has rules for each time, so an answer is a list in the order of the starts, of times that exist, each end
-after its start. In a JSON schema of the caller, a value of the format `video-time` is one of the times; a schema cannot say
-an order. This module knows plans, neither requests nor the matcher.
+after its start. In a JSON schema of the caller, a value of the format `video-time` is one of the times; a schema cannot
+say an order. This module knows plans, neither requests nor the matcher.
 """
 
 from __future__ import annotations
