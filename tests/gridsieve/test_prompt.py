@@ -99,7 +99,8 @@ OPTIONS: dict[str, Any] = {
 
 
 def test_every_option_is_sent_and_missing_or_none_leaves_its_field_unset() -> None:
-    assert {*OPTIONS, "json_object"} == set(Sampling.DESCRIPTOR.fields_by_name)  # which excludes json_schema
+    # Two exclude json_schema.
+    assert {*OPTIONS, "json_object", "moments"} == set(Sampling.DESCRIPTOR.fields_by_name)
     asked = generate_request([], Options(**OPTIONS, pruning_rate=0.75, request_id="mine", adapter=""))  # type: ignore[typeddict-item]
     assert asked.sampling == Sampling(**OPTIONS)
     assert (asked.pruning.rate, asked.request_id, asked.HasField("adapter")) == (0.75, "mine", True)
