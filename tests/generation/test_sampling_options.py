@@ -152,7 +152,7 @@ def test_every_field_of_the_message_is_read() -> None:
         "logit_bias": {5: -100.0, 0: 0.5},
         "bad_words": ("x", "y"),
     }
-    ending = {"json_object", "json_schema", "max_thinking_tokens"}  # not with ignore_eos
+    ending = {"json_object", "json_schema", "moments", "max_thinking_tokens"}  # not with ignore_eos
     assert set(given) == set(Sampling.DESCRIPTOR.fields_by_name) - ending
     assert sampling_request(GenerateRequest(sampling=Sampling(**given))) == SamplingRequest(**given)
     for fields, schema in (({"json_object": True}, '{"type": "object"}'), ({"json_schema": "{}"}, "{}")):
