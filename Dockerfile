@@ -64,7 +64,8 @@ RUN if [ -n "$CUDA" ]; then \
     pip install 'cuda-toolkit[nvcc,crt,cccl,cudart,curand]==13.0.*' && mkdir --parents $CUDA_HOME/lib64/stubs && \
     ln --symbolic ../lib/libcudart.so.13 $CUDA_HOME/lib64/libcudart.so && \
     echo | gcc -shared -x c - -Wl,-soname,libcuda.so.1 -o $CUDA_HOME/lib64/stubs/libcuda.so; fi
-# Kernels for bfloat16 and heads of 128, for Ampere, Ada and Hopper. Others are compiled at a service's first start.
+# Kernels for bfloat16 and heads of 128 and 256, for Ampere, Ada and Hopper. Others are compiled at a service's first
+# start.
 ARG FLASHINFER_CUDA_ARCH_LIST="8.0 8.9 9.0a"
 ARG MAX_JOBS=2
 COPY deploy/flash_infer_kernels.py /tmp/

@@ -71,7 +71,7 @@ test-gpu: $(GPU_SETUP)  ## Run the checks that need a CUDA device
 coverage: setup  ## Run the tests and report which lines their own process does not reach, in .coverage-html/
 	$(PYTEST) -n 2 --cov --cov-report term:skip-covered --cov-report html
 
-gpu-bundle: setup  ## Pack all that test-gpu and bench-gpu need on a machine without an index (an hour the first time)
+gpu-bundle: setup  ## Pack all that test-gpu and bench-gpu need on a machine without an index (hours the first time)
 	$(BIN)/python -m benchmarks.gpu.bundle
 
 lint: setup site  ## Check style, types, import layers, protos and the links of pages

@@ -20,18 +20,19 @@ import time
 import torch
 
 DTYPE, FP8 = torch.bfloat16, torch.float8_e4m3fn
-# Of the language model of nearly every checkpoint that Gridsieve serves.
-HEAD_DIM = 128
+# Of nearly every language model that Gridsieve serves: 256 of Qwen3.5, 128 of most others.
+HEAD_DIMS = (128, 256)
 
 
 def main() -> None:
     library = importlib.import_module("flashinfer.aot")
     jit = importlib.import_module("flashinfer.jit")
     specs = [library.gen_rope_module(), library.gen_act_and_mul_module("silu")]  # for all head sizes and both dtypes
-    for kv_dtype in (DTYPE, FP8):  # prefill, and decoding with and without tensor cores
-        specs += library.gen_fa2(DTYPE, kv_dtype, HEAD_DIM, HEAD_DIM, False, False)
-    if "9.0" in os.environ["FLASHINFER_CUDA_ARCH_LIST"]:  # Hopper's prefill; of keys in bf16 only
-        specs += library.gen_fa3(DTYPE, DTYPE, DTYPE, HEAD_DIM, HEAD_DIM, False, False)
+    for size in HEAD_DIMS:
+        for kv_dtype in (DTYPE, FP8):  # prefill, and decoding with and without tensor cores
+            specs += library.gen_fa2(DTYPE, kv_dtype, size, size, False, False)
+        if "9.0" in os.environ["FLASHINFER_CUDA_ARCH_LIST"]:  # Hopper's prefill; of keys in bf16 only
+            specs += library.gen_fa3(DTYPE, DTYPE, DTYPE, size, size, False, False)
     for spec in specs:
         kernel = jit.env.FLASHINFER_AOT_DIR / spec.name / f"{spec.name}.so"
         if kernel.exists():

@@ -8,9 +8,9 @@
 
 Packages are those of this environment, in the same versions, built for Python 3.12; torch and what comes with it are
 left out. FlashInfer comes without its sources and with its kernels, which `deploy/flash_infer_kernels.py` compiles
-here, with the compiler of CUDA_HOME, or else pip's. That takes an hour on one core; what is compiled is kept in the
-user's cache ($XDG_CACHE_HOME/gridsieve/gpu-bundle), and an interrupted run goes on there. `--media` adds PyAV, for
-measurements that decode videos.
+here, with the compiler of CUDA_HOME, or else pip's. That takes an hour or more on one core for each head size; what is
+compiled is kept in the user's cache ($XDG_CACHE_HOME/gridsieve/gpu-bundle), and an interrupted run goes on there.
+`--media` adds PyAV, for measurements that decode videos.
 """
 
 from __future__ import annotations

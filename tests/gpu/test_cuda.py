@@ -48,7 +48,7 @@ def test_the_tower_encodes_as_on_the_cpu(family: str, family_checkpoint: Path) -
 SIZES = CacheSizes(layers=1, blocks=8, block_tokens=16, heads=28, kv_heads=4, head_dim=128)
 
 
-@pytest.mark.parametrize("sizes", [SIZES, replace(SIZES, fp8=True)])
+@pytest.mark.parametrize("sizes", [SIZES, replace(SIZES, fp8=True), replace(SIZES, heads=16, head_dim=256)])
 def test_flash_infer_is_correct_also_as_a_replayed_graph(sizes: CacheSizes) -> None:
     like = torch.zeros((), dtype=torch.bfloat16, device=DEVICES[1])
     kernels = find_kernels(sizes, like)
@@ -56,20 +56,20 @@ def test_flash_infer_is_correct_also_as_a_replayed_graph(sizes: CacheSizes) -> N
         pytest.skip("FlashInfer is not installed, or has no kernel for this card")
     check_kernels(kernels, sizes, like)
     random = torch.Generator(like.device).manual_seed(0)
-    shape = (2, SIZES.blocks, SIZES.block_tokens, SIZES.kv_heads, SIZES.head_dim)
+    shape = (2, sizes.blocks, sizes.block_tokens, sizes.kv_heads, sizes.head_dim)
     key, value = torch.randn(shape, generator=random, device=like.device).to(sizes.dtype(like))
-    query = torch.randn(2, SIZES.heads, SIZES.head_dim, generator=random, device=like.device).to(like.dtype)
+    query = torch.randn(2, sizes.heads, sizes.head_dim, generator=random, device=like.device).to(like.dtype)
     decode, prefill = kernels.decode(2, 16), kernels.prefill()
-    decode.plan(plan_blocks([Context(0, 1, (0,)), Context(0, 1, (0,))], SIZES.block_tokens))
+    decode.plan(plan_blocks([Context(0, 1, (0,)), Context(0, 1, (0,))], sizes.block_tokens))
     decode.run(query, key, value)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = decode.run(query, key, value)
     for ends in ((5, 33), (70, 16), (1, 128)):
-        contexts = [Context(end - 1, end, range(-(-end // SIZES.block_tokens))) for end in ends]
-        decode.plan(plan_blocks(contexts, SIZES.block_tokens))
+        contexts = [Context(end - 1, end, range(-(-end // sizes.block_tokens))) for end in ends]
+        decode.plan(plan_blocks(contexts, sizes.block_tokens))
         graph.replay()
-        prefill.plan(plan_blocks(contexts, SIZES.block_tokens))
+        prefill.plan(plan_blocks(contexts, sizes.block_tokens))
         assert torch.allclose(found, prefill.run(query, key, value), atol=2e-2)
 
 
