@@ -125,6 +125,24 @@ def in_int4(weight: Tensor, stored: Stored, draw: torch.Generator) -> tuple[dict
     return {name: each.contiguous() for name, each in tensors.items()}, dense
 
 
+def packed_for_cuda(values: Tensor) -> Tensor:
+    """Values of 4 bits [N, K] as torch's products on CUDA read them.
+
+    Thread t of 32 has of a tile of 8 × 16 the row t / 4 and the columns 2 · (t % 4) + 0, 1, 8 and 9; an int32 has those
+    of two tiles, of which the second of each pair comes 16 bits later.
+    """
+    rows, columns = values.shape
+    packed = torch.zeros(rows // 8, columns // 128, 32, 4, dtype=torch.int64)
+    for column in range(columns):
+        block, within = divmod(column, 128)
+        pair, of_pair = divmod(within // 16, 2)
+        half, place = divmod(column % 16, 8)
+        bits = 4 * (2 * of_pair + half) + 16 * (place % 2)
+        for row in range(8):
+            packed[:, block, 4 * row + place // 2, pair] |= values[row::8, column].long() << bits
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
+
+
 def _int32(values: Tensor) -> Tensor:
     """Eight values of 4 bits in each, the first one the lowest."""
     whole = sum(values[:, place::8] << 4 * place for place in range(8))

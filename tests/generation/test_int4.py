@@ -41,7 +41,7 @@ from tests.adapters import write_adapter
 from tests.families import FAMILIES
 from tests.families.qwen import EXPERTS_3_5
 from tests.generation.checkpoints import Twins, changed, load
-from tests.generation.int4 import LAYOUTS, PREFIX, SHAPE, in_int4, int4_twins
+from tests.generation.int4 import LAYOUTS, PREFIX, SHAPE, in_int4, int4_twins, packed_for_cuda
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text
 from tests.tiny import TinyEngine, random_item
@@ -105,23 +105,10 @@ def test_a_layout_that_is_not_this_processors_is_not_used(monkeypatch: pytest.Mo
 
 
 def test_the_layout_of_cuda_is_read_as_its_products_read_it() -> None:
-    """Thread t of 32 has of a tile of 8 × 16 the row t / 4 and the columns 2 · (t % 4) + 0, 1, 8 and 9; an int32 has
-    those of two tiles, of which the second of each pair comes 16 bits later."""
     torch.manual_seed(1)
-    rows, columns = 16, 256
-    values = torch.randint(0, 16, (rows, columns), dtype=torch.uint8)
-    packed = torch.zeros(rows // 8, columns // 128, 32, 4, dtype=torch.int64)
-    for tile in range(rows // 8):
-        for column in range(columns):
-            block, within = divmod(column, 128)
-            pair, of_pair = divmod(within // 16, 2)
-            half, place = divmod(column % 16, 8)
-            for row in range(8):
-                bits = 4 * (2 * of_pair + half) + 16 * (place % 2)
-                packed[tile, block, 4 * row + place // 2, pair] |= int(values[8 * tile + row, column]) << bits
-    int32 = torch.where(packed >= 2**31, packed - 2**32, packed).int()
-    scales = torch.stack((torch.ones(2, rows), torch.full((2, rows), 8.0)), -1)
-    assert torch.equal(CudaLayout().dense(int32, scales, torch.empty(values.numel())), values.float())
+    values = torch.randint(0, 16, (16, 256), dtype=torch.uint8)
+    scales = torch.stack((torch.ones(2, 16), torch.full((2, 16), 8.0)), -1)
+    assert torch.equal(CudaLayout().dense(packed_for_cuda(values), scales, torch.empty(values.numel())), values.float())
 
 
 def test_the_law_holds_in_every_published_layout_with_and_without_adapters(twins: Twins, tmp_path: Path) -> None:

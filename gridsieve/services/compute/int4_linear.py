@@ -4,16 +4,18 @@
     torch's   zero      least + 8 · scale, because its products compute (value − 8) · scale + zero
 
 torch has fast products for a few rows in bfloat16, on CPUs with AVX2 and on CUDA from Ampere on, each over a layout of
-its own. More rows are multiplied by weights that are dequantised a few at a time: for them this is faster, and those
-products have no limit of rows. In other dtypes and on other devices all rows are. Every layout that torch makes is
-tried when it is first used, against the formula; without one, weights are stored in a layout of this module's own.
+its own. On CUDA, `int4_kernels` has products for more rows. Still more are multiplied by weights that are dequantised a
+few at a time: for them this is faster, and those products have no limit of rows. In other dtypes and on other devices
+all rows are. Every layout that torch makes is tried when it is first used, against the formula; without one, weights
+are stored in a layout of this module's own.
 
 Source: aten/src/ATen/native/cpu/int4mm_kernel.cpp and native/cuda/int4mm.cu.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol, Self
@@ -32,6 +34,8 @@ GROUPS = (256, 128, 64, 32)
 _ROWS, _COLUMNS = 64, 128
 # How many rows are dequantised at a time.
 _CPU_PART, _CUDA_PART = 256, 2048
+# Most rows of torch's product on CUDA. An estimate, by published times of both ways on one card: no card has run it.
+TORCH_ROWS = 64
 # Maximum difference between two correct products in bfloat16, as a share of the largest number.
 _TOLERANCE = 1e-2
 
@@ -166,12 +170,29 @@ class CpuLayout:
         return product
 
 
-class CudaLayout:
-    """torch's on CUDA: int32 [N / 8, K / 128, 32, 4], tiles of 8 rows and 16 columns by the threads that read them."""
+class Int4Kernels(Protocol):
+    """For `CudaLayout`, of any float dtype. most_rows: for which `product` is the faster way."""
 
-    # An estimate, by published times of both ways on one card: no card has run this.
-    few_rows = 64
+    most_rows: int
+
+    def product(self, rows: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
+        """As `Layout.product`; all are contiguous."""
+
+    def dense(self, packed: Tensor, scales: Tensor, room: Tensor) -> Tensor:
+        """As `Layout.dense`."""
+
+
+class CudaLayout:
+    """torch's on CUDA: int32 [N / 8, K / 128, 32, 4], tiles of 8 rows and 16 columns by the threads that read them.
+
+    kernels: for more rows than torch's product is for; without, their weights are dequantised by torch's operators.
+    """
+
     part = _CUDA_PART
+
+    def __init__(self, kernels: Int4Kernels | None = None) -> None:
+        self._kernels = kernels
+        self.few_rows = kernels.most_rows if kernels else TORCH_ROWS
 
     def pack(self, values: Tensor) -> Tensor:
         pairs: Tensor = values[:, ::2] << 4 | values[:, 1::2]
@@ -179,6 +200,8 @@ class CudaLayout:
         return packed
 
     def dense(self, packed: Tensor, scales: Tensor, room: Tensor) -> Tensor:
+        if self._kernels:
+            return self._kernels.dense(packed, scales, room)
         tiles, blocks = packed.shape[:2]
         # Bytes by row, pair of columns, pair of tiles, parity of the column, tile; in a byte two halves of a tile.
         each = packed.view(torch.uint8).view(tiles, blocks, 8, 4, 4, 2, 2)
@@ -187,6 +210,8 @@ class CudaLayout:
         return _scaled(values, scales, room)
 
     def product(self, rows: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
+        if self._kernels and len(rows) > TORCH_ROWS:
+            return self._kernels.product(rows, packed, group, scales)
         product: Tensor = torch.ops.aten._weight_int4pack_mm(rows, packed, group, scales)
         return product
 
@@ -210,20 +235,30 @@ def layout_of(dtype: torch.dtype, device: torch.device) -> Layout:
     plain = PlainLayout(_CUDA_PART if device.type == "cuda" else _CPU_PART)
     if dtype != torch.bfloat16:
         return plain
-    found: Layout
+    makes: list[Callable[[], Layout]]
     if device.type == "cuda":
-        found = CudaLayout()
+        makes = [lambda: CudaLayout(_kernels_of(device)), CudaLayout]
     else:
         capability = torch.backends.cpu.get_cpu_capability()
         if not capability.startswith(("AVX2", "AVX512")):
             return plain
-        found = CpuLayout(32 if capability == "AVX2" else 64)
-    try:
-        check_layout(found, device)
-    except Exception as error:  # kernels for other processors may fail in any way
-        log.warning("no products in int4: weights are dequantised in each call", device=str(device), error=str(error))
-        return plain
-    return found
+        makes = [lambda: CpuLayout(32 if capability == "AVX2" else 64)]
+    for make in makes:
+        try:
+            found = make()
+            check_layout(found, device)
+        except Exception as error:  # kernels for other processors may fail in any way
+            log.warning("products in int4 do not work here", device=str(device), error=str(error))
+        else:
+            return found
+    log.warning("weights in 4 bits are dequantised in each call", device=str(device))
+    return plain
+
+
+def _kernels_of(device: torch.device) -> Int4Kernels:
+    """Raises ImportError without Triton."""
+    kernels: Int4Kernels = importlib.import_module("gridsieve.services.compute.int4_kernels").kernels_of(device)
+    return kernels
 
 
 def check_layout(layout: Layout, device: torch.device) -> None:
@@ -233,7 +268,7 @@ def check_layout(layout: Layout, device: torch.device) -> None:
     scales, least = (torch.randn(2 * _ROWS, 4, generator=draw) for _ in range(2))
     matrix = Int4Matrix(*(each.to(device) for each in (values, scales, least)))
     weight = Int4Weight(matrix, torch.bfloat16, layout)
-    for rows in (torch.randn(count, 2 * _COLUMNS, generator=draw).to(device) for count in (1, 5)):
+    for rows in (torch.randn(count, 2 * _COLUMNS, generator=draw).to(device) for count in (1, 5, layout.few_rows)):
         exact = rows.bfloat16().float() @ matrix.dense().T
         for found in (weight.few(rows.bfloat16()), weight.many(rows.bfloat16())):
             difference = float((found.float() - exact).abs().max() / exact.abs().max())

@@ -27,9 +27,11 @@ def prepare() -> None:
     # Tensors of megabytes in huge pages, where the system gives them to those who ask: without, reading large weights
     # took a fifth longer.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # Where compiled layers are kept. torch's own default is a folder in /tmp that another user may have made.
+    # Where compiled layers and kernels are kept. torch's own default is a folder in /tmp that another user may have
+    # made, Triton's is in the user's home, which users of containers may lack.
     if caches := os.environ.get("XDG_CACHE_HOME") or (os.environ.get("HOME") and f"{os.environ['HOME']}/.cache"):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{caches}/gridsieve")
+        os.environ.setdefault("TRITON_CACHE_DIR", f"{caches}/gridsieve/triton")
 
 
 def _use_intel_openmp() -> bool:
