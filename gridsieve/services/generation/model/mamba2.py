@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan, mamba2_selective_state_update
 
 from gridsieve.services.compute.kernels import check_result
-from gridsieve.services.generation.model.recurrent_layer import Kernels, RecurrentLayer, TriedKernels
+from gridsieve.services.generation.model.recurrent_layer import Kernels, RecurrentLayer, SlotKernels, TriedKernels
 from gridsieve.services.generation.model.states import FEW_TOKENS, StateBatch, StateSizes
 
 _INSTALLED = Kernels(mamba2_chunk_scan, mamba2_selective_state_update)
@@ -64,6 +64,24 @@ class SelectiveScan(TriedKernels):
             return_final_states=True,
         )
 
+    @property
+    def output(self) -> tuple[int, int]:
+        return self.heads, self.head_dim
+
+    def step_slots(
+        self,
+        kernels: SlotKernels,
+        matrices: Tensor,
+        slots: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        tokens: tuple[int, int, int],
+    ) -> None:
+        kernels.scan(matrices, slots, rows, tokens, self.groups)
+
+    def sample(self, tokens: int, drawn: Callable[..., Tensor]) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]]:
+        convolved = drawn(2, tokens, self.heads * self.head_dim + 2 * self.groups * self.state_dim)
+        return convolved, [drawn(2, tokens, self.heads).abs()], (-drawn(self.heads).abs(), drawn(self.heads))
+
     def _steps(
         self, convolved: Tensor, time_steps: Tensor, rates: Tensor, skip: Tensor, matrices: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -97,9 +115,8 @@ class SelectiveScan(TriedKernels):
 
     def check(self, exact: SelectiveScan, like: Tensor, drawn: Callable[..., Tensor]) -> None:
         tokens = self.chunk_tokens + 6
-        convolved = drawn(2, tokens, self.heads * self.head_dim + 2 * self.groups * self.state_dim).to(like.dtype)
-        time_steps, weights = drawn(2, tokens, self.heads).abs(), (-drawn(self.heads).abs(), drawn(self.heads))
-        matrices = drawn(2, *self.matrices)
+        convolved, (time_steps,), weights = self.sample(tokens, drawn)
+        convolved, matrices = convolved.to(like.dtype), drawn(2, *self.matrices)
         both = ((self, convolved), (exact, convolved.float()))
         for end in (tokens, 1):
             found, expected = (

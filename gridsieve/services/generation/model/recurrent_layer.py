@@ -6,15 +6,17 @@ Compiled forwards cannot pass the slots on. An operator of its own, which is opa
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import structlog
 import torch
 from torch import Tensor, nn
 
+from gridsieve.services.compute.kernels import check_result
 from gridsieve.services.generation.model.attention.running import RUNNING
 from gridsieve.services.generation.model.states import Convolution, StateBatch
 
@@ -35,13 +37,44 @@ class Kernels:
         return Kernels(inspect.unwrap(self.chunk), inspect.unwrap(self.step))
 
 
+class SlotKernels(Protocol):
+    """Advance matrices from slot to slot: `state_kernels.TritonStates`.
+
+    matrices: of all slots. slots: int64 [R], which are read and written. rows: the channels of the tokens [R, L, ..],
+    what decides how much they change [R, L, heads] each (of a scan also rates and skip, float32 [heads]), and the
+    output. tokens: the first that is taken, the first that is not, and L.
+    """
+
+    def delta(
+        self,
+        matrices: Tensor,
+        slots: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        tokens: tuple[int, int, int],
+        key_heads: int,
+    ) -> None: ...
+
+    def scan(
+        self,
+        matrices: Tensor,
+        slots: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        tokens: tuple[int, int, int],
+        groups: int,
+    ) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TriedKernels:
-    """Of a `Recurrence` with the kernels of `package`, which are used once they have passed `check`."""
+    """A `Recurrence` with the kernels of `package`, and with those of Triton that advance states within their slots.
+
+    Both are used once they have passed their checks.
+    """
 
     package: ClassVar[str]
     installed: ClassVar[Kernels]
     kernels: Kernels
+    slot_kernels: SlotKernels | None = None
 
     @torch.inference_mode()
     def fastest(self, like: Tensor) -> Self:
@@ -49,13 +82,94 @@ class TriedKernels:
         if like.device.type != "cuda":
             return self
         draw = torch.Generator(like.device).manual_seed(0)
-        found = replace(self, kernels=self.installed)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=draw, device=like.device).mul(2).sub(1)
+
+        found = self
         try:
-            found.check(self, like, lambda *shape: torch.rand(shape, generator=draw, device=like.device).mul(2).sub(1))
+            found = replace(self, kernels=self.installed)
+            found.check(self, like, drawn)
         except Exception as error:  # a kernel that is compiled for the card may fail in any way
             log.warning(f"recurrent states are computed by torch: {self.package} does not work", error=str(error))
-            return self
-        return found
+            found = self
+        try:
+            library = importlib.import_module("gridsieve.services.generation.model.state_kernels")
+            in_slots = replace(found, slot_kernels=library.TritonStates())
+            in_slots.check_slots(self, like, drawn)
+        except Exception as error:
+            log.warning("recurrent states are copied in each step: Triton does not work", error=str(error))
+            return found
+        return in_slots
+
+    def advance_slots(
+        self,
+        convolved: Tensor,
+        gates: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        matrices: Tensor,
+        ends: Sequence[int],
+        slots: Sequence[Tensor],
+    ) -> Tensor | None:
+        """See `Recurrence`."""
+        if self.slot_kernels is None:
+            return None
+        rows = [each.contiguous() for each in (convolved, *gates)]
+        heads, head_dim = self.output
+        out, start = convolved.new_empty(*convolved.shape[:2], heads, head_dim), 0
+        for end, read, write in zip(ends, slots, slots[1:], strict=False):
+            tokens = (start, end, ends[-1])
+            self.step_slots(self.slot_kernels, matrices, (read, write), (*rows, *weights, out), tokens)
+            start = end
+        return out
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """See `Recurrence`, and `advance`, too."""
+        raise NotImplementedError
+
+    def advance(
+        self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrices: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    @property
+    def output(self) -> tuple[int, int]:
+        """Heads, and head_dim."""
+        raise NotImplementedError
+
+    def step_slots(
+        self,
+        kernels: SlotKernels,
+        matrices: Tensor,
+        slots: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        tokens: tuple[int, int, int],
+    ) -> None:
+        raise NotImplementedError
+
+    def check_slots(self, exact: Self, like: Tensor, drawn: Callable[..., Tensor]) -> None:
+        """Compares `advance_slots` with `exact.advance`, as `check`, over states after 1 and after 3 tokens."""
+        convolved, gates, weights = self.sample(3, drawn)
+        matrices = drawn(8, *self.matrices)
+        slots = [torch.tensor(each, device=like.device) for each in ((2, 0), (5, 4), (3, 6))]
+        expected = list[Tensor]()
+        state = matrices[slots[0]]
+        for begin, end in ((0, 1), (1, 3)):
+            part = slice(begin, end)
+            rows = convolved.to(like.dtype).float()[:, part]
+            out, state = exact.advance(rows, [gate[:, part] for gate in gates], weights, state)
+            expected += [out, state.clone()]
+        found = self.advance_slots(convolved.to(like.dtype), gates, weights, matrices, (1, 3), slots)
+        assert found is not None
+        computed = (found[:, :1], matrices[slots[1]], found[:, 1:], matrices[slots[2]])
+        for one, other in zip(computed, expected, strict=True):
+            largest = other.abs().max()
+            check_result(one / largest, other / largest)
+
+    def sample(self, tokens: int, drawn: Callable[..., Tensor]) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]]:
+        """Channels, gates and weights as `advance` takes them, of two sequences, of values that `drawn` makes."""
+        raise NotImplementedError
 
     def check(self, exact: Self, like: Tensor, drawn: Callable[..., Tensor]) -> None:
         """Compares the kernels with those of `exact`, on two sequences. drawn: values in [-1, 1) of a shape.

@@ -8,7 +8,8 @@ Nothing is written to a slot that is read, so a step that failed can be computed
 is the state before the first token and never written; slot PADDING is written by rows that only fill a batch.
 
 A state is float32: the last inputs of a causal convolution, and a matrix for each head. How a token changes the
-matrices is the model's `Recurrence`: gated delta networks or Mamba2.
+matrices is the model's `Recurrence`: gated delta networks or Mamba2. Matrices are gathered from their slots, advanced
+and scattered; of few tokens, on CUDA with Triton, a kernel advances them from slot to slot (`state_kernels.py`).
 """
 
 from __future__ import annotations
@@ -57,6 +58,20 @@ class Recurrence(Protocol):
         them; they may be changed.
 
         Returns the output [R, L, heads, head_dim], and the matrices after them.
+        """
+
+    def advance_slots(
+        self,
+        convolved: Tensor,
+        gates: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        matrices: Tensor,
+        ends: Sequence[int],
+        slots: Sequence[Tensor],
+    ) -> Tensor | None:
+        """As `advance`, with the matrices of all slots. ends, slots: see `Alike`.
+
+        Returns the output; None, and changes nothing, if it has no kernel for that.
         """
 
 
@@ -199,13 +214,19 @@ class StateBatch:
         windows, matrices = self.cache.inputs[layer], self.cache.matrices[layer]
         read, *written = chunks.slots
         window = torch.cat([windows[read], inputs.mT.float()], dim=2)  # [R, channels, kernel − 1 + L]
-        convolved, state, outs, start = convolution.of(window), matrices[read], list[Tensor](), 0
+        convolved, recurrence = convolution.of(window), self.cache.recurrence
+        for end, slots in zip(chunks.ends, written, strict=True):
+            windows.index_copy_(0, slots, window[:, :, end : end + windows.shape[2]])
+        if chunks.ends[-1] <= FEW_TOKENS:
+            out = recurrence.advance_slots(convolved, gates, weights, matrices, chunks.ends, chunks.slots)
+            if out is not None:
+                return out
+        state, outs, start = matrices[read], list[Tensor](), 0
         for end, slots in zip(chunks.ends, written, strict=True):
             if end > start:
                 own = [gate[:, start:end] for gate in gates]
-                out, state = self.cache.recurrence.advance(convolved[:, start:end], own, weights, state)
+                out, state = recurrence.advance(convolved[:, start:end], own, weights, state)
                 outs.append(out)
-            windows.index_copy_(0, slots, window[:, :, end : end + windows.shape[2]])
             matrices.index_copy_(0, slots, state)
             start = end
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
