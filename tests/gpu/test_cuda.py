@@ -11,15 +11,18 @@ import torch
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.services.compute.int4_linear import CudaLayout, Int4Weight, rounded_to_nearest
+from gridsieve.services.compute.int4_linear import TORCH_ROWS, CudaLayout, Int4Weight, rounded_to_nearest
 from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.model.attention.block_plan import plan_blocks
 from gridsieve.services.generation.model.attention.cache import CacheSizes
 from gridsieve.services.generation.model.attention.flash_infer import check_kernels, find_kernels
+from gridsieve.services.generation.model.delta_net import GatedDeltaRule
 from gridsieve.services.generation.model.fp8_linear import FP8, GROUP, find_product, product_by_formula
 from gridsieve.services.generation.model.fused_layers import ROTATION, RotaryTable
+from gridsieve.services.generation.model.mamba2 import SelectiveScan
 from gridsieve.services.generation.model.norms import FusedNorm, fuse_norms
+from gridsieve.services.generation.model.recurrent_layer import TriedKernels
 from gridsieve.services.generation.request.batch import Context
 from gridsieve.services.generation.sampling.sampler import SamplingParams
 from tests.families import FAMILIES, write_qwen3_vl_heads
@@ -95,9 +98,9 @@ def test_products_in_fp8_are_those_of_the_formula_also_as_a_replayed_graph(count
         assert (found - expected).abs().max() < 1e-2 * expected.abs().max()
 
 
-@pytest.mark.parametrize("count", [1, 16, 65, 300])
+@pytest.mark.parametrize("count", [1, 16, 65, 300, 1100])
 def test_products_in_int4_are_those_of_the_formula_also_as_a_replayed_graph(count: int) -> None:
-    """Few rows by torch's product, more by dequantised weights."""
+    """Few rows by torch's product, more by Triton's, and still more by dequantised weights."""
     if torch.cuda.get_device_capability()[0] < 8:
         pytest.skip("torch has no products in int4 on this card")
     random = torch.Generator(DEVICES[1]).manual_seed(0)
@@ -105,6 +108,7 @@ def test_products_in_int4_are_those_of_the_formula_also_as_a_replayed_graph(coun
     matrix = rounded_to_nearest(weight, 128)
     packed = Int4Weight(matrix, torch.bfloat16)
     assert isinstance(packed.layout, CudaLayout)
+    assert packed.layout.few_rows > TORCH_ROWS, "Triton's kernels do not work here"
     rows = torch.zeros(count, 3584, dtype=torch.bfloat16, device=DEVICES[1])
     packed.multiply(rows)
     graph = torch.cuda.CUDAGraph()
@@ -115,6 +119,14 @@ def test_products_in_int4_are_those_of_the_formula_also_as_a_replayed_graph(coun
         graph.replay()
         expected = rows.float() @ matrix.dense().T
         assert (found - expected).abs().max() < 1e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "recurrence", [GatedDeltaRule(16, 32, 128, 128), SelectiveScan(64, 64, 8, 128, 128)], ids=["Qwen3.5", "Nemotron 3"]
+)
+def test_recurrent_states_are_advanced_within_their_slots(recurrence: TriedKernels) -> None:
+    """A kernel is used only if it computes what torch's operators compute."""
+    assert recurrence.fastest(torch.zeros((), dtype=torch.bfloat16, device=DEVICES[1])).slot_kernels
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
