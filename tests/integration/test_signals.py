@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -133,21 +133,23 @@ async def test_a_service_whose_workers_cannot_start_is_unhealthy_until_they_can(
 async def test_new_requests_avoid_a_draining_replica_and_fail_once_the_last_one_drains(fleet: Fleet, name: str) -> None:
     """Both replicas get SIGTERM, one after the other, while requests wait; the second has a short grace period."""
     first, second = getattr(fleet, name)
+    # Clips of its own: of those that were asked about before, preprocessing and generation have all in their caches.
+    clips = map(short_clip, count(3000 if name == "encoder" else 4000))
     await asyncio.to_thread(fleet.start, first, second)
     readers = [each for each in fleet.preprocessing if each.running]
     held_by_first, held_by_second = (partial(each.metric, "gridsieve_requests_running") for each in (first, second))
     async with GridsieveClient(fleet.generation.address) as client:
-        for seed in count(3100):  # channels look for replicas every second
-            await client.ask(short_clip(seed), "What moves?", max_new_tokens=1, timeout_s=30)
+        for clip in clips:  # channels look for replicas every second
+            await client.ask(clip, "What moves?", max_new_tokens=1, timeout_s=30)
             if await asyncio.to_thread(second.metric, "gridsieve_requests_total", code="OK"):
                 break
         with stopped_workers(*readers):
-            held = [asked_about(client, short_clip(seed)) for seed in range(3000, 3004)]
+            held = [asked_about(client, clip) for clip in islice(clips, 4)]
             await until(lambda: min(held_by_first(), held_by_second()) and held_by_first() + held_by_second() == 4)
             before = held_by_second()
             first.tell(signal.SIGTERM)
             await until(lambda: not first.serving(), within_s=SOON_S)
-            held += [asked_about(client, short_clip(seed)) for seed in range(3004, 3006)]
+            held += [asked_about(client, clip) for clip in islice(clips, 2)]
             await until(lambda: held_by_second() == before + 2)
         for asked in held:
             await asyncio.wait_for(asked.task, 30)
@@ -155,12 +157,12 @@ async def test_new_requests_avoid_a_draining_replica_and_fail_once_the_last_one_
         assert await asyncio.to_thread(first.ended) == ExitStatus.FINISHED
 
         with stopped_workers(*(each for each in readers if each.running)):
-            held = [asked_about(client, short_clip(seed)) for seed in range(3010, 3012)]
+            held = [asked_about(client, clip) for clip in islice(clips, 2)]
             await until(lambda: held_by_second() == 2)
             signalled_s = time.monotonic()
             second.tell(signal.SIGTERM)
             await until(lambda: not second.serving(), within_s=SOON_S)
-            late = asked_about(client, short_clip(3012))
+            late = asked_about(client, next(clips))
             await within(SOON_S, late.task)
             for asked in held:
                 await within(SHORT_DRAIN_S + SOON_S, asked.task)
