@@ -23,6 +23,8 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.process import ExitStatus
 from gridsieve.services.generation.loading import check_ranks, load_language_model
+from gridsieve.services.generation.loading.draft_head import load_draft_head
+from gridsieve.services.generation.loading.mtp import load_mtp
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.model.layers import attention_layers
 from gridsieve.services.generation.parallel.group import WorkerRanks
@@ -30,8 +32,10 @@ from gridsieve.services.generation.parallel.sharding import check_sizes, shard
 from gridsieve.services.generation.startup.adapters import load_adapters
 from tests import capturing_rank, parallel_rank
 from tests.adapters import write_adapter
+from tests.drafts import SPECFORGE, write_head, write_mtp
 from tests.families import FAMILIES, text_and_head, write_qwen3_5, write_qwen3_vl_moe
 from tests.generation.checkpoints import changed, tied, with_swapped_experts
+from tests.generation.test_drafts import record
 from tests.integration.forks import Forked
 from tests.law import Question, answer, assert_law, several_questions
 from tests.tiny import Models, TinyEngine, load_models
@@ -120,6 +124,21 @@ def test_two_ranks_answer_as_one(shared: Shared, family: str, few_blocks: bool, 
     assert (engine.totals["preemptions"] > 0) == few_blocks
 
 
+def test_rank_0_drafts_what_one_process_drafts(shared: Shared, family: str) -> None:
+    """MTP reads the whole output layer, of which each rank has half."""
+    mtp = family.startswith("qwen3_5")
+    folder, sizes = shared.whole.folder, shared.whole.engine
+    folder = write_mtp(folder) if mtp else write_head(folder / "head", SPECFORGE, sizes.hidden_size, sizes.vocab_size)
+    load = load_mtp if mtp else load_draft_head
+    asking, drafts = several_questions(FAMILIES[family]), []
+    for models, workers in ((shared.whole, None), (shared.half, shared.workers)):
+        drafted = replace(models.engine, draft=load(Checkpoint(folder), models.engine))
+        engine = TinyEngine(drafted, max_draft_tokens=3, workers=workers)
+        drafts.append(record(engine))
+        assert_law(replace(models, engine=drafted), engine, asking, answer(engine, asking))
+    assert drafts[0] == drafts[1] != []
+
+
 def test_a_rank_holds_half_of_every_layer_of_its_cache_and_of_its_adapters(shared: Shared, family: str) -> None:
     half, prefix = shared.half.engine, FAMILIES[family].text_prefix
     of_whole = ("k_proj", "v_proj") if family in ONE_KV_HEAD else ()
@@ -202,6 +221,7 @@ def test_experts_that_ranks_cannot_divide_are_refused() -> None:
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2}
     with pytest.raises(StartupError, match="--tensor-parallel 2 must divide the 36 columns"):
         check_sizes(SimpleNamespace(**sizes, moe_intermediate_size=36), 2)
+    check_sizes(SimpleNamespace(**sizes, moe_intermediate_size=36), 2, whole_experts=True)
     check_sizes(SimpleNamespace(**sizes, moe_intermediate_size=48), 2)
 
 

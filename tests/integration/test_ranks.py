@@ -16,9 +16,11 @@ import pytest
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.encoding import encode
 from gridsieve.client.prompt import Image, Video
+from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import Unavailable
 from gridsieve.common.process import ExitStatus
 from tests import media
+from tests.drafts import SPECFORGE, write_head
 from tests.integration.conftest import upstream_of
 from tests.integration.fleet import Service, Stack, started, until
 from tests.integration.load import endless
@@ -41,8 +43,11 @@ Start = Callable[..., Service]
 
 @pytest.fixture
 def start(stack: Stack, adapted: Iterable[Path], tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts generation with two ranks behind the preprocessing and the encoder of the stack."""
+    """Starts generation with two ranks behind the preprocessing and encoder of the stack, and a head that drafts."""
+    sizes = Checkpoint(tiny_checkpoint).config["text_config"]
+    head = write_head(tmp_path / "head", SPECFORGE, sizes["hidden_size"], sizes["vocab_size"])
     flags = ("--tensor-parallel", "2", "--threads", "1", "--drain-s", "10", *upstream_of(stack))
+    flags += ("--draft-model", str(head))
     flags += ("--adapters", ",".join(f"{folder.name}={folder}" for folder in adapted))
     ranked: list[Service] = []
 
@@ -96,6 +101,7 @@ async def test_two_ranks_of_generation_answer_as_one_and_end_when_one_is_killed(
 
     service = start()
     assert await answers(service.address) == await answers(stack.address)
+    assert service.metric("gridsieve_generation_draft_tokens_total")
     await fails_a_running_request(service, signal.SIGKILL)
     assert "rank 1 of 2 was ended by signal 9" in service.log()
     assert "a bug ended" not in service.log()

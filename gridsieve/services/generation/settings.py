@@ -124,8 +124,7 @@ class GenerationSettings(UpstreamSettings):
         None,
         description="what drafts tokens for the model: an EAGLE-3 head, a folder or Hugging Face repository of a "
         "LlamaForCausalLMEagle3 or Eagle3LlamaForCausalLM; or mtp: the multi-token prediction of the model's own "
-        "checkpoint, of the Qwen3.5 line; does not change answers; not with --speculative-tokens or --tensor-parallel; "
-        "unset: none",
+        "checkpoint, of the Qwen3.5 line; does not change answers; not with --speculative-tokens; unset: none",
     )
     num_draft_tokens: int = Field(
         3,
@@ -192,8 +191,6 @@ class GenerationSettings(UpstreamSettings):
     def _one_kind_of_drafts(self) -> Self:
         if self.draft_model and self.speculative_tokens:
             raise ValueError("--draft-model and --speculative-tokens are two kinds of draft tokens: choose one")
-        if self.draft_model and self.tensor_parallel > 1:
-            raise ValueError("--draft-model is not supported with --tensor-parallel")
         return self
 
     @property

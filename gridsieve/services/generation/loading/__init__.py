@@ -24,7 +24,13 @@ from gridsieve.services.generation.loading.quantised import TEXT_OF_WHOLE, load_
 from gridsieve.services.generation.loading.quantization_config import Quantization, is_quantised
 from gridsieve.services.generation.loading.reading import reader_of
 from gridsieve.services.generation.loading.text_family import StoredVectors, TextFamily
-from gridsieve.services.generation.loading.text_model import in_float32, make_text, shard_text, with_output_layer
+from gridsieve.services.generation.loading.text_model import (
+    assemble,
+    in_float32,
+    make_text,
+    read_output_layer,
+    shard_text,
+)
 from gridsieve.services.generation.loading.weights import fill, has_weights, read_weights, stored_weights
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.parallel.group import Group
@@ -33,7 +39,8 @@ from gridsieve.services.generation.parallel.sharding import WHOLE_OUTPUT, check_
 
 def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
     """Raises StartupError if a checkpoint's language model cannot be divided among `ranks` ranks."""
-    check_sizes(_family(checkpoint).config(checkpoint).text_config, ranks)
+    whole_experts = any(is_quantised_expert(name) for name, _, _ in stored_weights(checkpoint, ""))
+    check_sizes(_family(checkpoint).config(checkpoint).text_config, ranks, whole_experts)
 
 
 def load_language_model(
@@ -121,7 +128,8 @@ def _load(
     fill(text, weights, prefix)
     del weights  # while layers are joined, both copies of all weights would be held
     style = (classes.whole._tp_plan or {}).get("lm_head", WHOLE_OUTPUT)
-    return with_output_layer(checkpoint, config, text, embed_levels, style, group, how)
+    lm_head = read_output_layer(checkpoint, config, text.embed_tokens.weight, how, style, group)
+    return assemble(config, text, lm_head, embed_levels, group.ranks if group else 1)
 
 
 def _refuse_experts(checkpoint: Checkpoint, prefix: str) -> None:

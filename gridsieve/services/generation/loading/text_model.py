@@ -88,24 +88,24 @@ def shard_text(text: Any, plan: Mapping[str, str] | None, group: Group | None) -
     return shard(text, layers_plan(text, plan, group.ranks), group, text.config.num_key_value_heads)
 
 
-def with_output_layer(
+def read_output_layer(
     checkpoint: Checkpoint,
     config: Any,
-    text: Any,
-    embed_levels: int,
-    style: str,
-    group: Group | None,
-    how: Int4Format | None = None,
-) -> LanguageModel:
-    """The language model of a text model that has its weights, with its output layer read from the checkpoint.
+    weight: nn.Parameter,
+    how: Int4Format | None,
+    style: str = "",
+    group: Group | None = None,
+) -> Any:
+    """The output layer of a checkpoint; with a group, this rank's part of it.
 
-    config: of the whole model. style: transformers' tensor-parallel style of the output layer. how: the format of
-    layers in 4 bits, if any; the output layer stays in 4 bits if it is stored so, and is never rounded to them. As in
-    transformers, an output layer that the checkpoint has is used even if the config says that it is the embedding:
-    configs of InternVL say nothing, and that is the default of transformers' class.
+    config: of the whole model. weight: [V, D], the embeddings of its text model. how: the format of layers in 4 bits,
+    if any; the output layer stays in 4 bits if it is stored so, and is never rounded to them. style: transformers'
+    tensor-parallel style of the output layer. As in transformers, an output layer that the checkpoint has is used even
+    if the config says that it is the embedding: configs of InternVL say nothing, and that is the default of
+    transformers' class.
     Raises StartupError for missing weights.
     """
-    sizes, weight = config.text_config, text.embed_tokens.weight
+    sizes = config.text_config
     with torch.device("meta"):
         lm_head: Any = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
     prefix = next((each for each in LM_HEAD_PREFIXES if has_weights(checkpoint, each)), LM_HEAD_PREFIXES[0])
@@ -122,7 +122,7 @@ def with_output_layer(
             lm_head.weight = tied
         else:
             fill(lm_head, weights, prefix)
-    return assemble(config, text, lm_head, embed_levels, 1 if group is None else group.ranks)
+    return lm_head
 
 
 def assemble(config: Any, text: Any, lm_head: Any, embed_levels: int, ranks: int = 1) -> LanguageModel:

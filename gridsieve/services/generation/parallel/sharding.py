@@ -74,10 +74,10 @@ class _Transposed:
         return part.transpose(1, 2)
 
 
-def check_sizes(config: Any, ranks: int) -> None:
+def check_sizes(config: Any, ranks: int, whole_experts: bool = False) -> None:
     """Raises StartupError if a model's heads or its experts' columns cannot be divided evenly among the ranks.
 
-    Other dimensions need not divide evenly: the last rank has less.
+    Other dimensions need not divide evenly: the last rank has less. whole_experts: a rank has some experts whole.
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
@@ -85,7 +85,7 @@ def check_sizes(config: Any, ranks: int) -> None:
             f"--tensor-parallel {ranks} must divide the model's {heads} attention heads, and divide its {kv_heads} KV "
             f"heads or be a multiple of them"
         )
-    width = getattr(config, "moe_intermediate_size", 0)
+    width = 0 if whole_experts else getattr(config, "moe_intermediate_size", 0)
     if width % (ranks * _EXPERT_COLUMNS):  # the first step would fail
         raise StartupError(
             f"--tensor-parallel {ranks} must divide the {width} columns of the model's experts into multiples of "

@@ -100,7 +100,7 @@ def build(
     load_adapters(settings.adapters, model, group)
     if settings.draft_model and model.reads:
         raise StartupError(f"--draft-model: a model that {checkpoint.task}s generates no tokens to draft")
-    if settings.draft_model:
+    if settings.draft_model and (group is None or group.rank == 0):  # others get the tokens that it drafts
         model = replace(model, draft=_draft_head(settings.draft_model, checkpoint, model))
     limits, state_slots = with_states(settings, limits, model, _memory_bytes(device, group))
     live_tokens = _live_tokens(settings, checkpoint, device)
