@@ -246,6 +246,6 @@ def test_towers_that_take_no_adapter_refuse_it(levels_checkpoint: Path, tmp_path
     write_adapter(load_reference("qwen3_vl", levels_checkpoint), tmp_path, target_modules=IN_TOWER)
     with pytest.raises(StartupError, match=r"mine=.*must not run in float16"):
         adapted(tower_of(levels_checkpoint, "float16"), tmp_path)
-    FAMILIES["minicpmv4_6"].write(tmp_path / "minicpm", 1)
+    FAMILIES["smolvlm"].write(tmp_path / "smolvlm", 1)
     with pytest.raises(StartupError, match=r"mine=.*of a tower that takes none"):
-        adapted(tower_of(tmp_path / "minicpm"), tmp_path)
+        adapted(tower_of(tmp_path / "smolvlm"), tmp_path)

@@ -16,6 +16,8 @@ from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality
 from gridsieve.families.minicpm.cells import Cells
 from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.packing import Side, TowerShape, lay_out
+from tests.adapters import write_adapter
+from tests.encoder.test_adapters import CONFIG, adapted, assert_close
 from tests.encoder.test_kept_frames import kept_frames
 from tests.encoder.tower_recorder import assert_replays, load_packed
 from tests.families import QWEN3_5
@@ -48,6 +50,19 @@ def test_pictures_become_the_tokens_of_transformers(model_type: str, mode: str, 
     for ours, expected, (rows, columns) in zip(tower.encode(shown), theirs, SIDES, strict=True):
         assert ours.shape == (1, rows * columns, QWEN3_5["text"]["hidden_size"])
         torch.testing.assert_close(ours[0], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mode"), [("minicpmv4_6", "16x"), *(pytest.param(*kind, marks=DEEP) for kind in DEEP_KINDS)]
+)
+def test_every_linear_layer_adds_what_peft_adds(model_type: str, mode: str, tmp_path: Path) -> None:
+    model = oracle.write(tmp_path / "model", 1, QWEN3_5["text"], model_type, mode)
+    with_peft = write_adapter(model, tmp_path / "adapter", **CONFIG)
+    tower, digest = adapted(load_tower(Checkpoint(tmp_path / "model"), "float32", CPU), tmp_path / "adapter")
+    shown = pictures(tower.patches.token_px)
+    expected = oracle.features(with_peft, [each[0] for each in shown])
+    for ours, theirs, plain in zip(tower.encode(shown, digest), expected, tower.encode(shown), strict=True):
+        assert_close(ours[0], theirs, plain[0])
 
 
 @pytest.mark.parametrize("mode", ["16x", pytest.param("4x", marks=DEEP)])

@@ -39,7 +39,7 @@ _KEY = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])\.weigh
 _IN_TEXT = re.compile(r"(?P<before>(?:(?:model|language_model|llm)\.)*)(?P<name>layers\.\d+\..+)")
 # Published checkpoints have CLIP's and SigLIP's layers one level deeper than transformers 5.
 _TOWER, _DEEPER_TOWER = "vision_tower.", "vision_tower.vision_model."
-_IN_TOWER = re.compile(r"(?P<before>(?:model\.)?)(?P<name>(?:visual|vision_tower|multi_modal_projector)\..+)")
+_IN_TOWER = re.compile(r"(?P<before>(?:model\.)?)(?P<name>(?:visual|vision_tower|multi_modal_projector|merger)\..+)")
 # Fields that describe an adapter's origin or training. PEFT ignores fan_in_fan_out for linear layers.
 _WITHOUT_EFFECT = {
     *("peft_type", "peft_version", "auto_mapping", "task_type", "base_model_name_or_path", "revision"),

@@ -31,6 +31,7 @@ from gridsieve.families.minicpm.cells import Cells
 from gridsieve.families.minicpm.versions import merged_side
 from gridsieve.families.parts.projected import side_of
 from gridsieve.families.parts.tiles import check_plan
+from gridsieve.services.encoder.tower.adapted import linear_layers
 from gridsieve.services.encoder.tower.attention import Attend
 from gridsieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from gridsieve.services.encoder.tower.patches import Normalisation, PatchShape
@@ -49,13 +50,15 @@ def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     patch_px = side_of(vision.patch_size)
     cells = Cells(side_of(vision.image_size) // patch_px, by_quotient=True)
     patches = PatchShape(patch_px, TowerShape(merge, table=cells))
+    model = _MiniCPMV46.on_meta(config, merge == _MERGED_TWICE)
     return assemble(
         checkpoint,
-        _MiniCPMV46.on_meta(config, merge == _MERGED_TWICE),
+        model,
         options,
         patches=patches,
         embed_dim=config.text_config.hidden_size,
         arrange=lambda plan: _arrange(plan, patches),
+        linear=model.linear,
     )
 
 
@@ -76,7 +79,7 @@ def _arrange(plan: MediaPlan, patches: PatchShape) -> Arrangement:
 class _MiniCPMV46(TowerModel):
     """vision_tower, merger: transformers'. windows: whether patches are merged between layers, too.
 
-    places: stored positions, (cells, hidden).
+    places: stored positions, (cells, hidden). linear: all linear layers by name, also those that are not read.
     """
 
     places: Tensor
@@ -89,6 +92,7 @@ class _MiniCPMV46(TowerModel):
         super().__init__(config.vision_config)
         self.vision_tower = MiniCPMV4_6VisionModel(config.vision_config)
         self.merger = MiniCPMV4_6Merger(config)
+        self.linear = linear_layers(self)
         self._merged_after = config.insert_layer_id if windows else None
         if not windows:
             del self.vision_tower.vit_merger

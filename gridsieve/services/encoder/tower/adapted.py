@@ -74,9 +74,10 @@ class _AdaptedLinear(nn.Module):
     def __init__(self, layer: Any, addition: LowRank) -> None:
         super().__init__()
         self.layer = layer
+        self.in_features, self.out_features = layer.in_features, layer.out_features
         # Zeros for features by which the layer was widened.
-        down = F.pad(addition.down, (0, layer.in_features - addition.down.shape[1]))
-        up = F.pad(addition.up, (0, 0, 0, layer.out_features - addition.up.shape[0]))
+        down = F.pad(addition.down, (0, self.in_features - addition.down.shape[1]))
+        up = F.pad(addition.up, (0, 0, 0, self.out_features - addition.up.shape[0]))
         self._addition = LowRank(down, up)
 
     def forward(self, rows: Tensor) -> Tensor:
