@@ -102,6 +102,7 @@ class Usage:
     prompt_tokens_full, prompt_tokens: before and after pruning.
     cached_prompt_tokens: how many of prompt_tokens were prefix cache hits; 0 in `Accepted`, before prefill.
     draft_tokens, accepted_draft_tokens: verified for the answer, and those of them that are part of it.
+    thought_tokens: those of completion_tokens that are the thought, with the marks around it that were generated.
     """
 
     prompt_tokens_full: int
@@ -111,10 +112,11 @@ class Usage:
     cached_prompt_tokens: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    thought_tokens: int = 0
 
 
 # What `Usage` counts of one completion alone.
-_OF_A_COMPLETION = ("completion_tokens", "draft_tokens", "accepted_draft_tokens")
+_OF_A_COMPLETION = ("completion_tokens", "draft_tokens", "accepted_draft_tokens", "thought_tokens")
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,7 +256,7 @@ class Sampling(TypedDict, total=False):
     min_new_tokens: a completion does not end by itself before it has so many tokens.
     logit_bias: added to the logits of these token ids, -100 to 100.
     bad_words: texts that a completion does not contain.
-    max_thinking_tokens: the most tokens of a completion's thought; None: no limit. Not in live sessions.
+    max_thinking_tokens: the most tokens of a completion's thought; None: no limit.
     logprobs: return each token's log-probability. top_logprobs: also return this many of the most likely tokens at each
         position; needs logprobs.
     json_object: whether a completion is a JSON object. json_schema: a JSON schema that it satisfies.

@@ -9,9 +9,11 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from openai.types.responses import ResponseReasoningItem
 
-from tests.integration.fleet import running
-from tests.integration.gateway import gateway
+from gridsieve.client.client import GridsieveClient
+from tests.integration.fleet import Stack, running
+from tests.integration.gateway import Gateway, gateway
 from tests.scripted import TEMPLATE, write_scripted
 
 # As Qwen3.5: the prompt opens the thought, and marks are tokens.
@@ -33,13 +35,20 @@ RAIN = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    folder = tmp_path_factory.mktemp("thinks")
-    with (
-        running(write_scripted(folder, SCRIPT, THINKS)) as stack,
-        gateway(stack.address, folder) as door,
-        openai.OpenAI(base_url=f"{door.url}/v1", api_key="unused", max_retries=0) as connected,
-    ):
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with running(write_scripted(tmp_path_factory.mktemp("thinks"), SCRIPT, THINKS)) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def door(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with gateway(stack.address, tmp_path_factory.mktemp("door")) as door:
+        yield door
+
+
+@pytest.fixture(scope="module")
+def client(door: Gateway) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="unused", max_retries=0) as connected:
         yield connected
 
 
@@ -60,6 +69,21 @@ def test_thought_text_and_call_are_apart(client: openai.OpenAI, model: str) -> N
         ("weather", '{"city": "Kyoto"}')
     ]
     assert choice.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("stop", [[], ["never"]])
+def test_the_tokens_of_the_thought_are_counted(client: openai.OpenAI, model: str, stop: list[str]) -> None:
+    """Those of the script up to the mark; of two answers those of both."""
+    thought = SCRIPT.index("</think>") + 1
+    for options, expected in (
+        ({}, thought),
+        ({"n": 2}, 2 * thought),
+        ({"max_tokens": 2}, 2),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, 0),
+    ):
+        usage = ask(client, model, stop=stop, **options).usage
+        assert usage.completion_tokens_details.reasoning_tokens == expected
+    assert client.responses.create(model=model, input="Rain?").usage.output_tokens_details.reasoning_tokens == thought
 
 
 def test_a_stream_has_the_thought_before_the_text(client: openai.OpenAI, model: str) -> None:
@@ -150,3 +174,53 @@ def test_responses_have_a_reasoning_item_that_goes_on_with_the_conversation(clie
         )
     ]
     assert lengths[3] < lengths[0] == lengths[1] == lengths[2] <= lengths[4]
+
+
+def test_a_thought_is_told_as_a_summary_where_one_is_asked_for(client: openai.OpenAI, model: str) -> None:
+    with client.responses.stream(model=model, input="Rain?", reasoning={"summary": "auto"}) as stream:
+        told = [event for event in stream if "reasoning" in event.type]
+    assert {event.type.removeprefix("response.reasoning_summary_") for event in told[1:-2]} == {"text.delta"}
+    assert [event.type.removeprefix("response.reasoning_summary_") for event in (told[0], *told[-2:])] == [
+        *("part.added", "text.done", "part.done")
+    ]
+    thought = stream.get_final_response().output[0]
+    assert isinstance(thought, ResponseReasoningItem)
+    assert [part.text for part in thought.summary] == ["Rain or sun?"]
+    assert not thought.content
+    lengths = [
+        client.responses.create(
+            model=model,
+            max_output_tokens=16,
+            input=[{"role": "user", "content": "Rain?"}, *own, {"role": "assistant", "content": LOOK}],
+        ).usage.input_tokens  # type: ignore[union-attr]
+        for own in ([thought.model_dump(exclude_none=True)], [])
+    ]
+    assert lengths[0] > lengths[1]
+
+
+async def test_in_a_live_session_the_thought_is_apart_and_has_a_limit(stack: Stack) -> None:
+    async with GridsieveClient(stack.address) as client, client.live() as session:
+        for limit, thought in ((None, "Rain or sun?"), (2, "Rain or")):
+            answer = await session.answer("Rain?", max_thinking_tokens=limit, max_new_tokens=60)
+            assert (answer.thought, answer.text[: len(LOOK)]) == (thought, LOOK)
+            assert answer.usage.thought_tokens == len(thought.split()) + 1
+        answer = await session.answer("Rain?", json_schema=RAIN, max_new_tokens=60)
+        assert answer.thought == "Rain or sun?"
+        jsonschema.validate(json.loads(answer.text), RAIN)
+
+
+async def test_realtime_tells_the_thought_beside_the_text(door: Gateway) -> None:
+    texts, thoughts, responses = "", "", set()
+    client = openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="unused")
+    async with client, client.realtime.connect() as connection:
+        await connection.response.create(response={"instructions": "Rain?", "max_output_tokens": 60})
+        async for event in connection:
+            told: Any = event
+            if told.type == "gridsieve.thought":
+                thoughts += told.delta
+                responses.add(told.response_id)
+            elif told.type == "response.output_text.delta":
+                texts += told.delta
+            elif told.type == "response.done":
+                break
+    assert (thoughts, texts[: len(LOOK)], responses) == ("Rain or sun?", LOOK, {told.response.id})

@@ -153,6 +153,7 @@ def _usage(usage: Usage, timings: Timings) -> dict[str, Any]:
     return {
         **_counts(usage.prompt_tokens, usage.completion_tokens),
         "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.thought_tokens},
         "gridsieve": measured(usage, timings),
     }
 

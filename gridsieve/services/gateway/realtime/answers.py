@@ -51,7 +51,8 @@ class Answers:
         match response.WhichOneof("response"):
             case "delta":
                 yield from self._begin_trigger(response.delta.ask_id)
-                yield from self._running[response.delta.ask_id].delta(response.delta.delta.text)
+                told = response.delta.delta
+                yield from self._running[response.delta.ask_id].delta(told.thought, told.text)
             case "finished":
                 yield from self._begin_trigger(response.finished.ask_id)
                 yield from self._finish(response.finished)

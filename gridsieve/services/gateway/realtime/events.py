@@ -153,8 +153,10 @@ class Answer:
     def created(self) -> ServerEvent:
         return self.names.event("response.created", response=self._object("in_progress"))
 
-    def delta(self, text: str) -> Iterator[ServerEvent]:
-        """A delta of the answer's text."""
+    def delta(self, thought: str, text: str) -> Iterator[ServerEvent]:
+        """A delta of the answer's thought, for which OpenAI has no event here, and of its text."""
+        if thought:
+            yield self.names.event("gridsieve.thought", response_id=self.id, delta=thought)
         if not text:
             return
         yield from self._begin()

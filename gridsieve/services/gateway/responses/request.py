@@ -30,6 +30,7 @@ _STATEFUL = {
     "background": "the answer is sent to the request that asks for it",
 }
 
+Summary: TypeAlias = Literal["auto", "concise", "detailed"]
 Ignored: TypeAlias = Any
 """Of an earlier answer's item, echoed: also what OpenAI's Python client adds to it."""
 
@@ -113,19 +114,24 @@ class OutputItem(Strict):
 
 
 class ReasoningItem(Strict):
-    """What the model thought, as an answer had it; that of another model has no content, and is ignored."""
+    """What the model thought, as an answer had it: content, or a summary; one with neither is ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     type: Literal["reasoning"]
     content: Ignored = None
+    summary: Ignored = None
     id: Ignored = None
 
     @property
     def text(self) -> str:
-        parts = self.content if isinstance(self.content, list) else []
-        said = (part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "reasoning_text")
-        return "".join(text for text in said if isinstance(text, str))
+        return _texts(self.content, "reasoning_text") or _texts(self.summary, "summary_text")
+
+
+def _texts(parts: Any, kind: str) -> str:
+    own = [each for each in parts if isinstance(each, dict)] if isinstance(parts, list) else []
+    texts = [each.get("text") for each in own if each.get("type") == kind]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 class ItemReference(Strict):
@@ -169,11 +175,11 @@ class NamedTool(FunctionName):
 
 
 class Reasoning(Strict):
-    """Has no effect."""
+    """summary, by its old name generate_summary: the thought is told as its own summary. effort: has no effect."""
 
     effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
 
 
 class StreamOptions(Strict):

@@ -4,7 +4,8 @@
 
     message         output_item.added  content_part.added  output_text.delta*  output_text.done  content_part.done
                     output_item.done
-    reasoning       the same, with reasoning_text in place of output_text
+    reasoning       the same, with reasoning_text in place of output_text; or where the request asks for a summary,
+                    with reasoning_summary_part and reasoning_summary_text
     function_call   output_item.added  function_call_arguments.delta*  function_call_arguments.done  output_item.done
 
 One item ends before the next begins. Source: OpenAI's API reference, "the response object" and "streaming events".
@@ -19,7 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 from gridsieve.client.answer import Accepted, Answer, Delta, Finished, FinishReason, Timings, Usage
 from gridsieve.client.tools import ToolCallDelta
@@ -36,6 +37,8 @@ class _Text:
     id: str
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    part_event: ClassVar = "content_part"
+    place: ClassVar = {"content_index": 0}
 
     def part(self) -> dict[str, Any]:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
@@ -47,17 +50,31 @@ class _Text:
 
 @dataclass(slots=True)
 class _Thought:
-    """What the model thinks before its answer."""
+    """What the model thinks before its answer. is_summary: it is told as OpenAI tells summaries of thoughts."""
 
     id: str
+    is_summary: bool
     text: str = ""
 
+    @property
+    def text_event(self) -> str:
+        return "reasoning_summary_text" if self.is_summary else "reasoning_text"
+
+    @property
+    def part_event(self) -> str:
+        return "reasoning_summary_part" if self.is_summary else "content_part"
+
+    @property
+    def place(self) -> dict[str, int]:
+        return {"summary_index" if self.is_summary else "content_index": 0}
+
     def part(self) -> dict[str, Any]:
-        return {"type": "reasoning_text", "text": self.text}
+        return {"type": "summary_text" if self.is_summary else "reasoning_text", "text": self.text}
 
     def item(self, status: str) -> dict[str, Any]:
-        content = [] if status == "in_progress" else [self.part()]
-        return {"type": "reasoning", "id": self.id, "status": status, "summary": [], "content": content}
+        parts = [] if status == "in_progress" else [self.part()]
+        summary, content = (parts, []) if self.is_summary else ([], parts)
+        return {"type": "reasoning", "id": self.id, "status": status, "summary": summary, "content": content}
 
 
 @dataclass(slots=True)
@@ -157,10 +174,10 @@ class ResponseWriter:
     def _think(self, text: str) -> Iterator[ServerSent]:
         item, self._has_thought, self._early_logprobs = self._item, True, []
         if not isinstance(item, _Thought):
-            item = _Thought(self._next_id("rs"))
+            item = _Thought(self._next_id("rs"), is_summary=bool(self._fields["reasoning"]["summary"]))
             yield from self._begin_item(item)
         item.text += text
-        yield self._event("reasoning_text.delta", **self._place(), delta=text)
+        yield self._event(f"{item.text_event}.delta", **self._place(), delta=text)
 
     def _text(self, delta: Delta) -> Iterator[ServerSent]:
         item, logprobs = self._item, [] if self._has_thought else token_logprobs(delta)
@@ -190,7 +207,7 @@ class ResponseWriter:
         self._item = item
         yield self._event("output_item.added", output_index=len(self._output), item=item.item("in_progress"))
         if not isinstance(item, _Call):
-            yield self._event("content_part.added", **self._place(), part=item.part())
+            yield self._event(f"{item.part_event}.added", **self._place(), part=item.part())
 
     def _end_item(self, status: str) -> Iterator[ServerSent]:
         if self._item is None:
@@ -200,8 +217,8 @@ class ResponseWriter:
             yield self._event("output_text.done", **self._place(), text=part["text"], logprobs=part["logprobs"])
             yield self._event("content_part.done", **self._place(), part=part)
         elif isinstance(self._item, _Thought):
-            yield self._event("reasoning_text.done", **self._place(), text=self._item.text)
-            yield self._event("content_part.done", **self._place(), part=self._item.part())
+            yield self._event(f"{self._item.text_event}.done", **self._place(), text=self._item.text)
+            yield self._event(f"{self._item.part_event}.done", **self._place(), part=self._item.part())
         else:
             arguments, name = self._item.arguments, self._item.name
             yield self._event("function_call_arguments.done", **self._place(), arguments=arguments, name=name)
@@ -219,7 +236,7 @@ class ResponseWriter:
         """Where the events of the item that is being told belong."""
         assert self._item is not None
         place = {"item_id": self._item.id, "output_index": len(self._output)}
-        return place if isinstance(self._item, _Call) else place | {"content_index": 0}
+        return place if isinstance(self._item, _Call) else place | self._item.place
 
     def _event(self, kind: str, **fields: Any) -> ServerSent:
         name = f"response.{kind}"
@@ -266,7 +283,7 @@ def repeated(request: ResponsesRequest) -> dict[str, Any]:
         "prompt_cache_key": request.prompt_cache_key,
         "reasoning": {
             "effort": reasoning.effort if reasoning else None,
-            "summary": reasoning.summary if reasoning else None,
+            "summary": reasoning.summary or reasoning.generate_summary if reasoning else None,
         },
         "safety_identifier": request.safety_identifier,
         "service_tier": "default",
@@ -297,7 +314,7 @@ def _usage(usage: Usage, timings: Timings) -> dict[str, Any]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_prompt_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.thought_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "gridsieve": measured(usage, timings),
     }

@@ -117,6 +117,7 @@ def finished_message(ended: Ended, usage: generation_pb2.Usage, clock: StageCloc
     usage.draft_tokens = finished.draft_tokens
     usage.accepted_draft_tokens = finished.accepted_draft_tokens
     usage.cached_prompt_tokens = ended.cached_tokens
+    usage.thought_tokens = ended.thought_tokens
     timings = generation_pb2.Timings(
         time_to_first_token_s=clock.first_token_ns * _NS,
         generate_s=clock.generate_ns * _NS,

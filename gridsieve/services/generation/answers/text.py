@@ -42,11 +42,12 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of an answer. cached_tokens: of its prompt, found in the prefix cache."""
+    """The end of an answer. cached_tokens: of its prompt, found in the prefix cache. thought_tokens: of the answer."""
 
     index: int
     finished: Finished
     cached_tokens: int
+    thought_tokens: int
 
 
 Told: TypeAlias = Progress | Said | Ended
@@ -111,7 +112,8 @@ class Answers:
                         if any(part):
                             yield Said(index, Delta(part.text, ()), part.thought, part.calls)
                     ANSWERS.labels(reason.value).inc()
-                    yield Ended(index, replace(event, reason=reason), self._question.cached_tokens)
+                    thought_tokens = reader.thought_tokens if reader else 0
+                    yield Ended(index, replace(event, reason=reason), self._question.cached_tokens, thought_tokens)
                 case Failed():
                     raise event.error
                 case Exception():
@@ -120,16 +122,22 @@ class Answers:
 
     def _said(self, deltas: Mapping[int, Sequence[Delta]]) -> Iterator[Said]:
         for index, several in deltas.items():
-            joined, thought, calls = Delta.joined(several), "", list[CallDelta]()
+            joined = Delta.joined(several)
             GENERATED_TOKENS.inc(len(joined.token_ids))
             add_request_stats(completion_tokens=len(joined.token_ids))
-            if self._detokenizers:
-                shown = joined.token_ids[:-1] if joined.ended else joined.token_ids
-                joined = replace(joined, text=self._detokenizers[index].decode(shown)[0])
-            if reader := self._readers.get(index):
-                thought, text, calls = reader.read(joined.text)
-                joined = replace(joined, text=text)
-            yield Said(index, joined, thought, calls)
+            reader = self._readers.get(index)
+            # One by one, in which the reader counts the tokens of a thought, or together.
+            read = several if reader is not None and reader.may_think else [joined]
+            parts = [self._part_of(index, each) for each in read]
+            text, thought = "".join(each.text for each in parts), "".join(each.thought for each in parts)
+            yield Said(index, replace(joined, text=text), thought, [call for each in parts for call in each.calls])
+
+    def _part_of(self, index: int, delta: Delta) -> Part:
+        text = delta.text
+        if self._detokenizers:
+            text, _ = self._detokenizers[index].decode(delta.token_ids[:-1] if delta.ended else delta.token_ids)
+        reader = self._readers.get(index)
+        return reader.read(text, len(delta.token_ids)) if reader else Part("", text, [])
 
     def _count(self, at_ns: int, index: int) -> None:
         if self._clock.token(at_ns):

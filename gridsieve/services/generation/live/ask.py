@@ -24,10 +24,11 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """text: without what was not sent when it was cancelled. ended: None: it was cancelled. prompt_tokens: with the
-    rows that the session held before the question (held_tokens)."""
+    """text, thought: without what was not sent when it was cancelled. ended: None: it was cancelled. prompt_tokens:
+    with the rows that the session held before the question (held_tokens)."""
 
     text: str
+    thought: str
     ended: Ended | None
     prompt_tokens: int
     held_tokens: int

@@ -116,8 +116,6 @@ def ask_of(message: generation_pb2.LiveAsk) -> Ask:
     if wanted.needs_times:
         name = "moments" if wanted.moments else "json_schema"
         raise InvalidRequest(field=f"ask.sampling.{name}", limit="without times of a video in a live session")
-    if (budget := wanted.max_thinking_tokens) is not None:
-        raise InvalidRequest(field="ask.sampling.max_thinking_tokens", limit="unset in a live session", value=budget)
     return Ask(message.ask_id, [part.text for part in message.parts], wanted, message.transient)
 
 

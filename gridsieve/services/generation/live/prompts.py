@@ -13,6 +13,7 @@ from typing import TypeAlias
 from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.tensors import PIECE_BYTES
 from gridsieve.services.generation.live.frames import SLICE_FRAMES, US_PER_S, Frame, FramePair
+from gridsieve.services.generation.live.window import Answered
 from gridsieve.v1 import prompt_pb2
 
 # Words of turns of which only their end is taken.
@@ -74,11 +75,12 @@ def question(before: Before, seen: Sequence[FramePair], texts: Sequence[str]) ->
     return _prompt(_answered() if before is None else before, *parts)
 
 
-def told(before: Before, seen: Sequence[FramePair], texts: Sequence[str], answer: str) -> prompt_pb2.Prompt:
+def told(before: Before, seen: Sequence[FramePair], answered: Answered) -> prompt_pb2.Prompt:
     """As `question`, with its answer and one more turn."""
-    prompt = question(before, seen, texts)
-    for role, text in ((prompt_pb2.ROLE_ASSISTANT, answer), (prompt_pb2.ROLE_USER, _A_TURN)):
-        prompt.messages.add(role=role, parts=[prompt_pb2.Part(text=text)])
+    prompt = question(before, seen, answered.texts)
+    said = [prompt_pb2.Part(text=answered.answer or " ")]
+    prompt.messages.add(role=prompt_pb2.ROLE_ASSISTANT, parts=said, thought=answered.thought)
+    prompt.messages.add(role=prompt_pb2.ROLE_USER, parts=[prompt_pb2.Part(text=_A_TURN)])
     return prompt
 
 

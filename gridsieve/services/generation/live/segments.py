@@ -14,7 +14,9 @@ from gridsieve.services.generation.live.options import Options
 from gridsieve.services.generation.live.responses import LiveResponses
 from gridsieve.services.generation.request.request import Failed, Finished, Request
 from gridsieve.services.generation.request.session import Segment, Session
+from gridsieve.services.generation.sampling.answer_reader import AnswerReader
 from gridsieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.sampling.thoughts import Thought
 from gridsieve.services.generation.served_model import ServedModel
 from gridsieve.services.generation.stage_clock import StageClock
 
@@ -62,36 +64,44 @@ class Segments:
         finally:
             self._engine.cancel(request)
 
-    async def answer(self, ask: Ask, segment: Segment, params: SamplingParams, clock: StageClock) -> Answer:
-        """Computes the segment of a question, and its answer until that ends or is cancelled. Raises as `compute`."""
+    async def answer(
+        self, ask: Ask, segment: Segment, params: SamplingParams, thought: Thought | None, clock: StageClock
+    ) -> Answer:
+        """Computes the segment of a question, and its answer until that ends or is cancelled. Raises as `compute`.
+
+        thought: of the answer; None: it has none.
+        """
         held, rows = self._session.held, segment.ids.size
         question, events = self._submit(segment, params)
         add_request_stats(prompt_tokens_full=rows, prompt_tokens=rows)
         try:
-            text, ended = await self._say(ask, Answers(question, 1, clock, self._model.tokenizer), events)
+            readers = [AnswerReader(None, None, thought)] if thought else []
+            told = Answers(question, 1, clock, self._model.tokenizer, readers)
+            said, ended = await self._say(ask, told, events)
         except GridsieveError as error:
             raise SegmentFailed(error) from error
         finally:
             self._engine.cancel(question)
         if ended is None:
             await asyncio.wrap_future(self._engine.interrupt(question))
-        return Answer(text, ended, held + rows, held, len(question.output_ids), clock)
+        text, thoughts = "".join(each.delta.text for each in said), "".join(each.thought for each in said)
+        return Answer(text, thoughts, ended, held + rows, held, len(question.output_ids), clock)
 
-    async def _say(self, ask: Ask, answers: Answers, events: Events) -> tuple[str, Ended | None]:
-        """Sends the parts of an answer. Returns its text so far, and how it ended; None if it was cancelled."""
-        text = ""
+    async def _say(self, ask: Ask, answers: Answers, events: Events) -> tuple[list[Said], Ended | None]:
+        """Sends the parts of an answer. Returns these, and how it ended; None if it was cancelled."""
+        said = list[Said]()
         stop = asyncio.create_task(ask.cancelled.wait())
         arrives = asyncio.create_task(events.next())
         try:
             while True:
                 await asyncio.wait((stop, arrives), return_when=asyncio.FIRST_COMPLETED)
                 if not arrives.done():
-                    return text, None
+                    return said, None
                 for told in answers.of(arrives.result()):
                     if isinstance(told, Ended):
-                        return text, told
+                        return said, told
                     if isinstance(told, Said):
-                        text += told.delta.text
+                        said.append(told)
                         await self._responses.put_said(ask.id, told)
                 arrives = asyncio.create_task(events.next())
         finally:

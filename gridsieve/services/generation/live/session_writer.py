@@ -220,6 +220,8 @@ class SessionWriter:
         prompt = prompts.question(self._before(), self._turn.seen, ask.texts)
         plan = await self._media.plan(prompt, **self._options())
         self._turn.settle(plan)
+        if thought := self._model.thought_after(plan):
+            grammar = await self._model.grammar_after(thought, wanted)
         segment = live_cuts.question(plan, session, self._model.defaults.eos_ids, ask.transient)
         clock.skip(Stage.FETCH)
         clock.finish(Stage.TRANSFER)
@@ -237,15 +239,15 @@ class SessionWriter:
         (params,) = wanted.resolve(self._model.defaults, left, grammar, bad_words)
         await self._evict(0)  # its own rows are among those of `answer_tokens`
         number = session.count
-        answer = await self._segments.answer(ask, segment.after(self._turn.texts), params, clock)
+        answer = await self._segments.answer(ask, segment.after(self._turn.texts), params, thought, clock)
         if session.count > number:
             self._turn.begin()
-            self.window.remember(number, Answered(ask.texts, answer.text))
+            self.window.remember(number, Answered(ask.texts, answer.text, answer.thought))
         await self._responses.finish(ask.id, answer)
 
     async def _repeat_question(self, told: Answered) -> None:
         """Adds a question with its answer."""
-        prompt = prompts.told(self._before(), self._turn.seen, told.texts, told.answer or " ")
+        prompt = prompts.told(self._before(), self._turn.seen, told)
         plan = await self._media.plan(prompt, **self._options())
         self._turn.settle(plan)
         segment = live_cuts.told(plan, self._session, self._model.defaults.eos_ids)

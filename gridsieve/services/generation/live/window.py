@@ -34,6 +34,7 @@ class Answered:
 
     texts: Sequence[str]
     answer: str
+    thought: str
 
 
 # The number of a segment, and what it shows or says. Several slices of text alone may be of one segment.

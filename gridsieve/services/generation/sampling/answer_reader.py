@@ -35,6 +35,7 @@ class AnswerReader:
     call and is none stays text.
 
     use: the tools that the answer may call, in `form`; None: none. thought: None: it has none.
+    may_think: whether what comes next may belong to the thought. thought_tokens: of the thought, with its marks.
     """
 
     def __init__(self, form: CallForm | None, use: ToolUse | None, thought: Thought | None) -> None:
@@ -43,6 +44,7 @@ class AnswerReader:
         self._thought, self._text = _Said(_AFTER_THOUGHT), _Said()
         self._thought.drop_blanks()
         self._calls = Calls(use, self._unread, form.id_characters) if form and use else None
+        self.may_think, self.thought_tokens = True, 0
         self._steps = self._read(thought)
         next(self._steps)
 
@@ -51,7 +53,9 @@ class AnswerReader:
         """Whether it calls tools, and none of the calls was cut off."""
         return self._calls is not None and self._calls.begun > 0 and not self._calls.is_cut_off
 
-    def read(self, text: str) -> Part:
+    def read(self, text: str, tokens: int = 0) -> Part:
+        """tokens: how many spell the text: one while `may_think`, or those around the end of a thought all count."""
+        self.thought_tokens += tokens if self.may_think else 0
         # In pieces, because what follows a mark is copied.
         for begin in range(0, len(text), _PIECE_CHARACTERS):
             self._unread.text += text[begin : begin + _PIECE_CHARACTERS]
@@ -75,6 +79,8 @@ class AnswerReader:
         said = self._text
         if thought and (thought.is_open or (yield from self._unread.starts([OPEN]))):
             said = self._thought
+        else:
+            self.may_think, self.thought_tokens = False, 0
         try:
             while True:
                 marks = [*begins, CLOSE] if said is self._thought else begins
@@ -87,6 +93,7 @@ class AnswerReader:
 
     def _after_thought(self, text: str) -> _Said:
         """Begins the text. Returns where what follows belongs."""
+        self.may_think = False
         self._text.drop_blanks()
         self._text.add(text)
         return self._text
