@@ -18,7 +18,7 @@ from gridsieve.common.contract.plan import Grid
 from gridsieve.services.encoder.startup.adapters import with_adapters
 from gridsieve.services.encoder.startup.build import compile_tower
 from gridsieve.services.encoder.tower.graphs import with_graphs
-from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.services.encoder.tower.tower import ModelForward, Tower
 from gridsieve.services.encoder.tower.vision_model import align_mlps
 from gridsieve.v1.encoder_pb2 import EncodeRequest
 from tests.adapters import write_adapter
@@ -124,32 +124,45 @@ def test_layers_that_were_widened_for_cuda_take_an_adapter(
     torch.testing.assert_close(wide.encode([frames], digest), tower.encode([frames], digest), **EXACT)
 
 
-def test_forwards_with_an_adapter_are_not_replayed_as_graphs(
-    checkpoints: Callable[[str], Path], tmp_path: Path
-) -> None:
+def with_two(tower: Tower, folder: Path, whole: nn.Module) -> tuple[Tower, dict[bytes, Any]]:
+    """The tower with adapters of other ranks and other layers, and PEFT's towers by digest."""
+    small = {"r": 2, "target_modules": r".*visual\.blocks\.1\.(attn\.qkv|mlp\.linear_fc2)"}
+    configs: dict[str, dict[str, Any]] = {"mine": {"target_modules": IN_TOWER}, "small": small}
+    peft = {name: vision_of(write_adapter(whole, folder / name, **config)) for name, config in configs.items()}
+    tower = with_adapters(tower, [AdapterFolder(name, folder / name) for name in configs])
+    return tower, {tower.adapters[name]: each for name, each in peft.items()} | {b"": vision_of(whole)}
+
+
+def test_forwards_with_any_adapter_are_replayed_as_graphs(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+    """In turns, and without one. One set of graphs is for all adapters, and one for none."""
     folder, recorder = checkpoints("qwen3_vl"), Recorder()
-    write_adapter(load_reference("qwen3_vl", folder), tmp_path, target_modules=IN_TOWER)
-    tower, digest = adapted(load_packed(folder), tmp_path)
+    tower, peft = with_two(load_packed(folder), tmp_path, load_reference("qwen3_vl", folder))
     graphed = with_graphs(tower, 160, recorder)
-    recorder.replayed.clear()
+    assert recorder.captured == [4 * tokens for tokens in (160, 128, 64)] * 2
     frames = torch.from_numpy(frames_of(0, video(0), tower.patches)[:2] % 255)  # 255 marks unwritten inputs
-    torch.testing.assert_close(graphed.encode([frames], digest), tower.encode([frames], digest), **EXACT)
-    assert not recorder.replayed
-    torch.testing.assert_close(graphed.encode([frames]), tower.encode([frames]), **EXACT)
-    assert recorder.replayed
+    for digest in (*peft, *reversed(peft)):
+        recorder.replayed.clear()
+        (found,) = graphed.encode([frames], digest)
+        expected = reference_embeds(peft[digest], folder, frames, FAMILIES["qwen3_vl"])
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+        assert recorder.replayed
+    one, other, _ = (graphed.encode([frames], digest)[0] for digest in peft)
+    assert float((one - other).abs().max()) > 0.01
 
 
 @pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_layers_with_an_adapter_run_beside_compiled_ones(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+def test_layers_with_any_adapter_are_compiled_once(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
     folder = checkpoints("qwen3_vl")
-    write_adapter(load_reference("qwen3_vl", folder), tmp_path, target_modules=IN_TOWER)
-    tower, digest = adapted(tower_of(folder), tmp_path)
+    tower, peft = with_two(tower_of(folder), tmp_path, load_reference("qwen3_vl", folder))
     frames = [torch.from_numpy(frames_of(0, video(0), tower.patches)[:2])]
-    expected = [tower.encode(frames, each)[0].clone() for each in (digest, b"")]
+    expected = [tower.encode(frames, each)[0].clone() for each in peft]
     assert compile_tower(tower)
+    for forward in (tower.forward, next(iter(tower.adapted.values())).forward):
+        assert isinstance(forward, ModelForward)
+        assert all(each._compiled_call_impl for each in forward.layers)
     torch.compiler.set_stance("fail_on_recompile")
-    found = [tower.encode(frames, each)[0] for each in (digest, b"")]
+    found = [tower.encode(frames, each)[0] for each in peft]
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
 
 

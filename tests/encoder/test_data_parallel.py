@@ -17,6 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
+from unittest.mock import Mock
 
 import pytest
 import structlog
@@ -39,6 +40,7 @@ from gridsieve.services.encoder.startup import build, largest_forward
 from gridsieve.services.encoder.startup.adapters import with_adapters
 from gridsieve.services.encoder.startup.largest_forward import run_largest
 from gridsieve.services.encoder.startup.rank import run_shares
+from gridsieve.services.encoder.tower.adapted import AdaptedForward, Matrices
 from gridsieve.services.encoder.tower.graph_buckets import PackingLimit, Size
 from gridsieve.services.encoder.tower.graphs import with_graphs
 from gridsieve.services.encoder.tower.parallel.exchange import Exchange
@@ -290,7 +292,7 @@ def test_the_largest_forward_fills_every_rank_twice_and_with_each_adapter_and_is
         return keep_tokens(embeds, grid, pruning)
 
     monkeypatch.setattr(largest_forward, "keep_tokens", keep)
-    adapted = replace(tower, adapted={b"mine": tower.forward})
+    adapted = replace(tower, adapted={b"mine": AdaptedForward(tower.forward, Mock(Matrices), b"mine")})
     towers, others = make(2, graphed := with_graphs(adapted, 100), rank_tokens=100)
     run_largest(towers, packing_of(graphed, 100).largest)
     side_px = 10 * tower.patches.token_px

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import structlog
@@ -10,17 +10,19 @@ import torch
 
 from gridsieve.common.adapter_folder import AdapterFolder
 from gridsieve.services.compute.adapter_files import read_adapters, unsupported
+from gridsieve.services.compute.adapters import LowRank
+from gridsieve.services.encoder.tower.adapted import Adaptable, AdaptedForward
 from gridsieve.services.encoder.tower.tower import ModelForward, Tower
 
 log = structlog.get_logger()
 
 
 def with_adapters(tower: Tower, folders: Sequence[AdapterFolder]) -> Tower:
-    """The tower with adapters, each of which has a forward without graphs if it changes the tower.
+    """The tower with adapters, each of which has a forward if it changes the tower.
 
     Raises StartupError, with the adapter's name, for an unsupported one.
     """
-    adapters, adapted = dict(tower.adapters), dict(tower.adapted)
+    adapters, additions = dict[str, bytes](), dict[bytes, Mapping[str, LowRank]]()
     for files in read_adapters(folders, tower.device):
         name, digest, part = files.folder.name, files.digest, files.tower
         adapters[name] = digest
@@ -32,10 +34,21 @@ def with_adapters(tower: Tower, folders: Sequence[AdapterFolder]) -> Tower:
                 )
             if tower.dtype == torch.float16:
                 raise files.folder.refusal("it changes the vision tower, which must not run in float16 (--dtype)")
-            additions = part.additions(tower.adaptable.layers, tower.dtype)
-            forward = tower.forward
-            assert isinstance(forward, ModelForward)
-            adapted[digest] = replace(forward, compute=tower.adaptable.with_additions(additions), layers=())
+            additions[digest] = part.additions(tower.adaptable.layers, tower.dtype)
         facts = {"adapter": name, "digest": digest.hex()[:12], "path": str(files.folder.path)}
         log.info("adapter loaded", **facts, layers=len(part.sides), in_tower=bool(part.sides))
-    return replace(tower, adapters=adapters, adapted=adapted)
+    tower = replace(tower, adapters=adapters)
+    return replace(tower, adapted=_forwards(tower, tower.adaptable, additions)) if additions else tower
+
+
+def _forwards(
+    tower: Tower, adaptable: Adaptable | None, additions: Mapping[bytes, Mapping[str, LowRank]]
+) -> dict[bytes, AdaptedForward]:
+    """One with each adapter, by digest."""
+    plain = tower.forward
+    assert adaptable is not None
+    assert isinstance(plain, ModelForward)
+    matrices = adaptable.matrices(additions)
+    compute, layers = adaptable.with_added(matrices.added, plain.layers)
+    forward = replace(plain, compute=compute, layers=layers)
+    return {digest: AdaptedForward(forward, matrices, digest) for digest in additions}

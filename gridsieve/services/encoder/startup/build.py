@@ -127,11 +127,17 @@ def budget_of(tower: Tower, settings: EncoderSettings) -> int:
 
 
 def compile_tower(tower: Tower) -> bool:
-    """Compiles a tower's layers. Returns False if that fails."""
+    """Compiles a tower's layers, and those of its adapters, which share them. Returns False if that fails."""
     forward, shape = tower.forward, tower.patches
     assert isinstance(forward, ModelForward)
     fixed = forward.shape.fixed
     sides = [fixed, fixed] if fixed else [Side(shape.merge * tokens, shape.merge * tokens) for tokens in (2, 3)]
     frames = [(shape.temporal_patch, rows * shape.patch_px, columns * shape.patch_px, 3) for rows, columns, *_ in sides]
     slices = [torch.zeros(each, dtype=shape.frame_dtype) for each in frames]
-    return compile_layers(forward.layers, lambda: tower.encode(slices))
+    compiled = compile_layers(forward.layers, lambda: tower.encode(slices))
+    if compiled and tower.adapted:
+        digest, adapted = next(iter(tower.adapted.items()))
+        assert isinstance(adapted.forward, ModelForward)
+        own = [each for each in adapted.forward.layers if each not in forward.layers]
+        compiled = compile_layers(own, lambda: tower.encode(slices, digest))
+    return compiled

@@ -177,31 +177,56 @@ class CudaDevice(CudaCapture):
 
 @torch.inference_mode()
 def with_graphs(tower: Tower, max_tokens: int, device: Device | None = None) -> Tower:
-    """The tower with graphs of up to `max_tokens` tokens. device: None captures on the tower's own.
+    """The tower with graphs of up to `max_tokens` tokens, and as many again for its adapters together.
 
-    Without variable-length attention, or if capturing fails, the tower runs without graphs.
+    device: None captures on the tower's own. Without variable-length attention, or if capturing fails, the tower runs
+    without graphs.
     """
     forward = tower.forward
     assert isinstance(forward, ModelForward)
     if not forward.varlen:
         return without_graphs(tower)
-    start = time.perf_counter()
-    try:
-        graphs = capture(forward, tower.patches, max_tokens, device or CudaDevice(tower.device))
-    except RuntimeError as error:
-        # Ending a failed capture raises an error of its own. No local variable for the error: its traceback would form
-        # a cycle with this frame and keep the buffers of the capture alive.
-        log.warning("the tower runs without graphs", error=str(error.__context__ or error))
-        return without_graphs(tower)
-    log.info("tower captured", graphs=len(graphs.buckets), seconds=round(time.perf_counter() - start, 3))
+    capturing = device or CudaDevice(tower.device)
+    graphed = _each_forward(tower, lambda each: _captured_or_eager(each, tower.patches, max_tokens, capturing))
+    graphs = graphed.forward
+    assert isinstance(graphs, TowerGraphs)
+    if not graphs.buckets:
+        return graphed
     packing = PackingLimit(
         packing_size(graphs.buckets), lambda frames: size_of(side_of(frames, tower.patches), forward.shape)
     )
-    return replace(tower, forward=graphs, packing=packing)
+    return replace(graphed, packing=packing)
 
 
 def without_graphs(tower: Tower) -> Tower:
     """The tower, whose forwards are counted as those without a graph."""
-    forward = tower.forward
-    assert isinstance(forward, ModelForward)
-    return replace(tower, forward=TowerGraphs(forward, {}, []))
+    return _each_forward(tower, _eager)
+
+
+def _each_forward(tower: Tower, change: Callable[[ModelForward], TowerGraphs]) -> Tower:
+    """The tower with another forward, and another one of its adapters, which share it."""
+    assert isinstance(tower.forward, ModelForward)
+    forward, adapted = change(tower.forward), tower.adapted
+    if adapted:
+        shared = next(iter(adapted.values())).forward
+        assert isinstance(shared, ModelForward)
+        graphs = change(shared)
+        adapted = {digest: replace(each, forward=graphs) for digest, each in adapted.items()}
+    return replace(tower, forward=forward, adapted=adapted)
+
+
+def _captured_or_eager(forward: ModelForward, patches: PatchShape, max_tokens: int, device: Device) -> TowerGraphs:
+    start = time.perf_counter()
+    try:
+        graphs = capture(forward, patches, max_tokens, device)
+    except RuntimeError as error:
+        # Ending a failed capture raises an error of its own. No local variable for the error: its traceback would form
+        # a cycle with this frame and keep the buffers of the capture alive.
+        log.warning("the tower runs without graphs", error=str(error.__context__ or error))
+        return _eager(forward)
+    log.info("tower captured", graphs=len(graphs.buckets), seconds=round(time.perf_counter() - start, 3))
+    return graphs
+
+
+def _eager(forward: ModelForward) -> TowerGraphs:
+    return TowerGraphs(forward, {}, [])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gridsieve.common.contract.plan import MediaPlan
 from gridsieve.common.contract.retention import AFTER_TOWER, EVS, WHY_NOT_BEFORE
 from gridsieve.services.compute.transfers import beside, taken_over, to_device
-from gridsieve.services.encoder.tower.adapted import Adaptable
+from gridsieve.services.encoder.tower.adapted import Adaptable, AdaptedForward
 from gridsieve.services.encoder.tower.graph_buckets import PackingLimit
 from gridsieve.services.encoder.tower.packing import Array, PackedLayout, Side, TowerShape, lay_out
 from gridsieve.services.encoder.tower.patches import Frames, PatchShape, patchify, pixels_of, side_of
@@ -109,7 +109,8 @@ class Tower:
     arrange: how an item's tokens are arranged; raises ValueError for a plan with other frames or another grid than this
         tower's. None: each slice of the grid has the tower's tokens of a slice.
     adaptable: the layers that adapters may change; None: none. adapters: digests of the loaded ones, by the names that
-        requests give them. adapted: as `forward`, with each of those that change the tower, by digest.
+        requests give them. adapted: as `forward`, with each of those that change the tower, by digest; one at a time
+        computes.
     """
 
     forward: Callable[[Tensor, Sequence[Side]], Tensor]
@@ -127,7 +128,7 @@ class Tower:
     arrange: Callable[[MediaPlan], Arrangement] | None = None
     adaptable: Adaptable | None = None
     adapters: Mapping[str, bytes] = field(default_factory=dict)
-    adapted: Mapping[bytes, Callable[[Tensor, Sequence[Side]], Tensor]] = field(default_factory=dict)
+    adapted: Mapping[bytes, AdaptedForward] = field(default_factory=dict)
 
     def arrangement(self, plan: MediaPlan) -> Arrangement:
         """How the tokens of an item are arranged."""
