@@ -55,6 +55,9 @@ class _NoKernels:
     def decode(self, rows: int, max_blocks: int) -> _NoKernels:
         return self
 
+    def verify(self, rows: int, most_rows: int, max_blocks: int) -> _NoKernels:
+        return self
+
     def plan(self, blocks: BlockPlan) -> None:
         pass
 

@@ -68,7 +68,7 @@ def capture(runner: Runner, group: Group, failing: str, where: str) -> None:
         patch.object(build, "CudaCapture", lambda _: makes),
         patch.object(group_module, "_ANSWER", timedelta(seconds=3)),
     ):
-        build._capture(runner, 2, 64, group)
+        build._capture(runner, 2, 64, group, 0)
 
 
 def main() -> None:

@@ -45,9 +45,12 @@ def rows_overwritten() -> Iterator[None]:
             if output is not None:
                 output.fill_(torch.nan)
         found = replay(graph, decodes, ids)
-        graph.inputs[:, : graphs.FIRST_BLOCK] = UNUSED
-        tables = graph.inputs[:, graphs.FIRST_BLOCK :].numpy()
+        rows, *parts = graph.inputs
+        rows[:, : graphs.FIRST_BLOCK] = UNUSED
+        tables = rows[:, graphs.FIRST_BLOCK :].numpy()
         tables[:] = np.random.default_rng(0).integers(0, tables.max() + 1, tables.shape)
+        for each in parts:
+            each.fill_(UNUSED)
         return found
 
     with patch.object(graphs._Graph, "replay", replay_and_overwrite):

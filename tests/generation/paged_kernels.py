@@ -69,10 +69,10 @@ class InPlaceCache:
         places = np.array([each.end - 1 for each in contexts])
         return InPlaceBatch(self, *(to_device(each, device) for each in (packed.slots, table, places)))
 
-    def plan_decode(self, contexts: Sequence[Context], max_blocks: int) -> None:
+    def plan_decode(self, contexts: Sequence[Context], max_blocks: int, most_rows: int = 1) -> None:
         pass
 
-    def decode_batch(self, table: Tensor, lengths: Tensor) -> InPlaceBatch:
+    def decode_batch(self, table: Tensor, lengths: Tensor, most_rows: int = 1) -> InPlaceBatch:
         return InPlaceBatch(self, last_slots(table, lengths, self.sizes.block_tokens), table, lengths - 1)
 
 
@@ -103,6 +103,10 @@ class PlainKernel(Kernel):
         assert {array.dtype for array in (blocks.row_ends, blocks.block_ends, blocks.blocks)} == {np.dtype(np.int32)}
         self._blocks = blocks
 
+    @property
+    def rows(self) -> int:
+        return int(self._blocks.row_ends[-1])
+
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         plan, block_tokens = self._blocks, key.shape[1]
         key, value = key.to(query.dtype), value.to(query.dtype)
@@ -126,6 +130,7 @@ class _Wrapper:
         assert (workspace.dtype, layout) == (torch.uint8, "NHD")
         self._kernel = PlainKernel()
         self.dtypes: tuple[torch.dtype, ...] = ()
+        self.blocks_read = 0  # of a wrapper for graphs, by the rows of its last plan
 
     def _plan(self, row_ends: Tensor, block_ends: Tensor, blocks: Tensor, last: Tensor, *dtypes: torch.dtype) -> None:
         self._kernel.plan(BlockPlan(row_ends.numpy(), block_ends.numpy(), blocks.numpy(), last.numpy()))
@@ -166,10 +171,25 @@ class FakeFlashInfer:
         gate, up = both.double().chunk(2, dim=-1)
         return (gate * gate.sigmoid() * up).to(both.dtype)
 
-    def BatchPrefillWithPagedKVCacheWrapper(self, workspace: Tensor, layout: str, *, backend: str) -> _Wrapper:
+    def BatchPrefillWithPagedKVCacheWrapper(
+        self,
+        workspace: Tensor,
+        layout: str,
+        *,
+        backend: str,
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+    ) -> _Wrapper:
         assert backend in ("auto", "fa2")
 
         class Prefill(_Wrapper):
+            """For graphs, the first plan has the most rows, and tiles are chosen for the longest sequence in it."""
+
+            most_rows = 0
+
             def plan(
                 self,
                 qo_indptr: Tensor,
@@ -188,6 +208,21 @@ class FakeFlashInfer:
                 assert causal
                 places = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
                 self._plan(*places, q_data_type, kv_data_type)
+                if use_cuda_graph:
+                    fixed = qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
+                    room = [each.numel() for each in fixed if each is not None]
+                    (*counts, blocks, last) = [each.numel() for each in places]
+                    assert [*counts, last] == [*room[:2], room[3]], "a wrapper for graphs has as many sequences"
+                    assert blocks <= room[2]
+                    self.most_rows = self.most_rows or int(qo_indptr[-1])
+                    assert qo_indptr[-1] <= self.most_rows
+                    longest = self.most_rows - last + 1
+                    reads = -(-qo_indptr.diff() // longest)
+                    self.blocks_read = int((reads * paged_kv_indptr.diff()).sum())
+
+            def run(self, query: Tensor, key_and_value: tuple[Tensor, Tensor]) -> Tensor:
+                assert len(query) == self._kernel.rows
+                return super().run(query, key_and_value)
 
         self.made.append(Prefill(workspace, layout))
         return self.made[-1]
@@ -252,6 +287,10 @@ class Kernels(FlashInferKernels):
     def decode(self, rows: int, max_blocks: int) -> Kernel:
         with patch.object(torch.cuda, "Event"):
             return super().decode(rows, max_blocks)
+
+    def verify(self, rows: int, most_rows: int, max_blocks: int) -> Kernel:
+        with patch.object(torch.cuda, "Event"):
+            return super().verify(rows, most_rows, max_blocks)
 
 
 def use_paged(tiny: TinyEngine) -> TinyEngine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from gridsieve.services.generation.model.attention.cache import CacheSizes
 from gridsieve.services.generation.model.attention.flash_infer import (
     FlashInferCache,
     FlashInferKernels,
+    verifying_bytes,
     workspace_bytes,
 )
 from gridsieve.services.generation.model.attention.sdpa import SdpaCache
@@ -138,6 +140,49 @@ def attended(
     return found[0], torch.cat(expected)
 
 
+@settings(max_examples=30)
+@given(
+    rows=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    lengths=st.lists(st.integers(4, 4 * BLOCK_TOKENS), min_size=4, max_size=4),
+    spare=st.integers(0, 3),
+    seed=st.integers(0, 2**16),
+)
+def test_a_captured_step_with_drafts_reads_each_context_once(
+    rows: list[int], lengths: list[int], spare: int, seed: int
+) -> None:
+    """Of sequences of up to four rows, in a graph with rows to spare."""
+    library, like, draw = FakeFlashInfer(), torch.zeros(()), torch.Generator().manual_seed(seed)
+    cache = FlashInferCache(SIZES, like, Kernels(SIZES, like, library))
+    for layer in (*cache.keys, *cache.values):
+        layer.fill_(torch.nan)  # slots of other sequences must not be read
+    contexts, expected, new = list[Context](), list[Tensor](), list[list[Tensor]]()
+    for number, (count, end) in enumerate(zip(rows, lengths, strict=False)):
+        blocks, start = [*range(4 * number + 1, 4 * number + 5)][::-1], end - count
+        query = torch.randn(count, HEADS, HEAD_DIM, generator=draw)
+        key, value = torch.randn(2, end, KV_HEADS, HEAD_DIM, generator=draw)
+        before = torch.from_numpy(slots_of(blocks, 0, start, BLOCK_TOKENS))
+        for layer, each in ((cache.keys[1], key), (cache.values[1], value)):
+            layer.flatten(0, 1)[before] = each[:start]
+        contexts.append(Context(start, end, blocks))
+        new.append([query, key[start:], value[start:]])
+        expected.append(by_formula(query, key, value, start))
+    new.append([torch.randn(spare, each, HEAD_DIM, generator=draw) for each in (HEADS, KV_HEADS, KV_HEADS)])
+    padding = [Context(0, 1, (SIZES.padding_block,))] * spare
+    table = torch.full((sum(rows) + spare, 4), SIZES.padding_block, dtype=torch.int32)
+    ends = torch.ones(len(table), dtype=torch.int32)
+    at = 0
+    for context in contexts:
+        table[at : at + context.tokens] = torch.tensor(context.blocks)
+        ends[at : at + context.tokens] = torch.arange(context.start + 1, context.end + 1)
+        at += context.tokens
+    query, key, value = (torch.cat(each).transpose(0, 1) for each in zip(*new, strict=True))
+    for _ in range(2):  # a kernel is made by the first plan, and keeps its buffers
+        cache.plan_decode([*contexts, *padding], 4, 4)
+        found = cache.decode_batch(table, ends, 4).attend(1, query, key, value, SCALE)
+        torch.testing.assert_close(found[:at], torch.cat(expected), atol=1e-5, rtol=1e-5)
+        assert library.made[-1].blocks_read == sum(-(-each.end // BLOCK_TOKENS) for each in contexts) + spare
+
+
 def e4m3_numbers() -> Tensor:
     """The numbers of e4m3 that are not negative, by their codes: 4 bits of exponent, of bias 7, and 3 of mantissa."""
     codes = [divmod(code, 8) for code in range(127)]  # the last is NaN
@@ -203,6 +248,25 @@ def test_a_step_waits_for_the_copies_of_the_step_before_the_last(monkeypatch: py
         cache.batch(cast(Packed, SimpleNamespace(contexts=[Context(0, 1, (0,))], slots=np.array([0]))))
     first, second = (["wait 0", "plan", "copied 0"], ["wait 1", "plan", "copied 1"])
     assert done == ["made 0", "made 1", *first, *second, *first]
+
+
+@given(
+    st.integers(1, 16),
+    st.sampled_from([1, 2, 4, 7, 8]),
+    st.sampled_from([64, 128, 256]),
+    st.integers(2, 512),
+    st.integers(2, 17),
+)
+def test_the_workspace_holds_the_parts_of_rows_with_drafts(
+    kv_heads: int, shared: int, head_dim: int, rows: int, most_rows: int
+) -> None:
+    """As FlashInfer plans graphs: tiles for the longest sequence, one of them not full for each other sequence."""
+    longest = most_rows * shared
+    tile = 128 if longest > 64 and head_dim < 256 else 64 if longest > 16 else 16
+    tiles = max(math.ceil((rows + most_rows - 1) * shared / tile) + rows - 1, 264 // kv_heads)
+    needed = kv_heads * shared * math.ceil(tiles * tile / shared) * (head_dim + 1) * 4
+    sizes = CacheSizes(1, 1, 16, kv_heads * shared, kv_heads, head_dim)
+    assert verifying_bytes(sizes, rows, most_rows, 132) >= needed
 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.sampled_from([64, 128, 256]), st.integers(1, 300))

@@ -58,34 +58,43 @@ def test_the_law_holds_over_flash_infer(
         max_draft_tokens=most_drafts,
         overlap=data.draw(st.booleans()),
     )
-    assert use_paged(tiny).runner.capture_decoding(8, 1024, Recorder())
+    assert use_paged(tiny).runner.capture_decoding(4, 1024, Recorder(), most_drafts)
     assert_law(
         models, tiny, questions, answer(tiny, questions, arrivals=data.draw(st.permutations(range(len(questions)))))
     )
 
 
 @pytest.mark.usefixtures("rows_overwritten")
-def test_each_step_is_one_forward_and_replayed_if_every_row_is_sampled(models: Models) -> None:
+def test_each_step_is_one_forward_and_replayed_if_every_row_follows_an_answer(models: Models) -> None:
     """Chunks of prompts, media and draft tokens: a second forward in a step would read all weights twice."""
     capture, steps, forwards = Recorder(), list[Step](), list[int]()
     tiny = TinyEngine(models.engine, max_num_batched_tokens=6, max_num_seqs=4, max_draft_tokens=2, on_step=steps.append)
-    use_paged(tiny).runner.capture_decoding(12, 256, capture)
-    assert capture.captured == [12, 8, 4, 2, 1]
+    use_paged(tiny).runner.capture_decoding(4, 256, capture, 2)
+    most = 5 if models.engine.states else 3
+    assert capture.captured == ([20, 10, 5, 4, 2, 1] if models.engine.states else [12, 8, 4, 4, 2, 2, 1])
     assert len({output.data_ptr() for output in capture.outputs}) == 1
     plain = TinyEngine(models.engine, max_num_batched_tokens=6, max_num_seqs=4, max_draft_tokens=2)
     expected = answers(models, plain, [5, 30, 9, 22], 24, 0.5)
     counting = models.engine.text.register_forward_hook(lambda *_: forwards.append(1))
     assert answers(models, tiny, [5, 30, 9, 22], 24, 0.5) == expected
     counting.remove()
-    prompts = {each.id: each.prompt.tokens for each in tiny.runner._requests.values()}
-    sampled = [all(start >= prompts[name] - 1 for name, start, _ in step) for step in tiny.runner.steps]
-    drafts = [any(end - start > 1 for _, start, end in step) for step in tiny.runner.steps]
-    if models.engine.states:  # a row's recurrent state is that after the row before it
-        sampled = [one and not drafted for one, drafted in zip(sampled, drafts, strict=True)]
-    else:
-        assert any(map(all, zip(sampled, drafts, strict=True)))
-    assert [step.replayed for step in steps] == sampled
-    assert not all(sampled)
+
+    def of_answers(name: str, start: int, end: int) -> bool:
+        return start >= tiny.runner._requests[name].prompt.tokens - 1
+
+    def of_sampled_text(name: str, start: int, end: int) -> bool:
+        prompt = tiny.runner._requests[name].prompt
+        media = any(span.offset < end and start < span.end for span in prompt.spans)
+        return end >= prompt.tokens and end - start <= most and not media
+
+    for step, chunks in zip(steps, tiny.runner.steps, strict=True):
+        assert (
+            all(of_answers(*each) for each in chunks) <= step.replayed <= all(of_sampled_text(*each) for each in chunks)
+        )
+    replayed = [step.replayed for step in steps]
+    drafted = [any(end - start > 1 for _, start, end in step) for step in tiny.runner.steps]
+    assert {*zip(replayed, drafted, strict=True)} >= {(True, True), (True, False)}
+    assert not all(replayed)
     assert len(forwards) == len(steps) == len(tiny.runner.steps)
 
 

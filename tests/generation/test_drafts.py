@@ -305,8 +305,9 @@ def test_replayed_steps_are_drafted_for(drafted: Models, payoff: str | None) -> 
     engine = TinyEngine(drafted.engine, max_draft_tokens=2, overlap=True, payoff=Sometimes() if payoff else None)
     tiny = use_paged(engine)
     capture = Recorder()
-    assert tiny.runner.capture_decoding(24, 256, capture)
-    assert capture.captured == [24, 16, 8, 4, 2, 1, 12, 8, 4, 2, 1]
+    assert tiny.runner.capture_decoding(8, 256, capture, 2)
+    steps = [40, 20, 10, 8, 5, 4, 2, 1] if drafted.engine.states else [24, 16, 8, 8, 4, 4, 2, 2, 1]
+    assert capture.captured == [*steps, 8, 4, 2, 1]
     replayed = record(tiny)
     with patch.object(Drafter, "_after", side_effect=AssertionError):  # the head is replayed, too
         assert [each.answer for each in answer(tiny, questions)] == expected

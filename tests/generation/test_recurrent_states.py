@@ -105,9 +105,12 @@ def test_prompts_that_begin_alike_share_the_state_where_they_part(models: Models
     assert found == [0, 0, 40]
 
 
-def test_rejected_and_accepted_draft_tokens_obey_the_law(models: Models) -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_rejected_and_accepted_draft_tokens_obey_the_law(models: Models, graphs: bool) -> None:
     """Whether all, some or none of the draft tokens are accepted: the states are those after the answer's tokens."""
-    engine = TinyEngine(models.engine, max_draft_tokens=4, max_num_batched_tokens=16, blocks=128)
+    engine, capture = TinyEngine(models.engine, max_draft_tokens=4, max_num_batched_tokens=16, blocks=128), Recorder()
+    if graphs:
+        assert use_paged(engine).runner.capture_decoding(8, 256, capture, 4)
     questions = [Question((Text((20, 21, 22, 20 + number, 21) * 3),), 40) for number in range(6)]
     few = tuple((token, 100.0) for token in (20, 21, 22))  # answers of these repeat what the prompt says
     asked = [
@@ -118,6 +121,7 @@ def test_rejected_and_accepted_draft_tokens_obey_the_law(models: Models) -> None
     assert_law(models, engine, questions, asked)
     totals = engine.totals
     assert 0 < totals["accepted_draft_tokens"] < totals["draft_tokens"]
+    assert (max(capture.replayed, default=1) > 8) == graphs  # steps with drafts
 
 
 def test_documents_obey_the_law_beside_draft_tokens_and_preemption(models: Models) -> None:

@@ -62,18 +62,23 @@ def test_flash_infer_is_correct_also_as_a_replayed_graph(sizes: CacheSizes) -> N
     shape = (2, sizes.blocks, sizes.block_tokens, sizes.kv_heads, sizes.head_dim)
     key, value = torch.randn(shape, generator=random, device=like.device).to(sizes.dtype(like))
     query = torch.randn(2, sizes.heads, sizes.head_dim, generator=random, device=like.device).to(like.dtype)
-    decode, prefill = kernels.decode(2, 16), kernels.prefill()
-    decode.plan(plan_blocks([Context(0, 1, (0,)), Context(0, 1, (0,))], sizes.block_tokens))
-    decode.run(query, key, value)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = decode.run(query, key, value)
-    for ends in ((5, 33), (70, 16), (1, 128)):
-        contexts = [Context(end - 1, end, range(-(-end // sizes.block_tokens))) for end in ends]
-        decode.plan(plan_blocks(contexts, sizes.block_tokens))
-        graph.replay()
-        prefill.plan(plan_blocks(contexts, sizes.block_tokens))
-        assert torch.allclose(found, prefill.run(query, key, value), atol=2e-2)
+    prefill, padding = kernels.prefill(), Context(0, 1, (0,))
+    decode, verify = (kernels.decode(2, 16), query, (1, 1)), (kernels.verify(6, 4, 16), query.repeat(3, 1, 1), (4, 2))
+    for kernel, queries, counts in (decode, verify):
+        kernel.plan(plan_blocks([padding] * len(queries), sizes.block_tokens))
+        kernel.run(queries, key, value)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = kernel.run(queries, key, value)
+        for ends in ((5, 33), (70, 16), (counts[0], 128)):
+            contexts = [
+                Context(end - count, end, range(-(-end // sizes.block_tokens)))
+                for end, count in zip(ends, counts, strict=True)
+            ]
+            kernel.plan(plan_blocks(contexts, sizes.block_tokens, len(queries)))
+            graph.replay()
+            prefill.plan(plan_blocks(contexts, sizes.block_tokens))
+            assert torch.allclose(found, prefill.run(queries, key, value), atol=2e-2)
 
 
 @pytest.mark.parametrize("count", [1, 16, 100])

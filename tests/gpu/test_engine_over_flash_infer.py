@@ -1,6 +1,7 @@
 """The engine over FlashInfer's kernels obeys the law, with heads of a size that FlashInfer has.
 
-Prompts come in chunks, beside rows that decode, and again with the same beginning; rows decode as replayed graphs. The
+Prompts come in chunks, beside rows that decode, and again with the same beginning; rows decode as replayed graphs, with
+and without drafts. The
 reference is one forward in float32 on the CPU.
 """
 
@@ -57,13 +58,13 @@ def questions() -> list[Question]:
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "fp8"])
-@pytest.mark.parametrize("chunk_tokens", [5, 64])
-def test_the_law_holds_over_flash_infer(models: Models, chunk_tokens: int, fp8: bool) -> None:
+@pytest.mark.parametrize(("chunk_tokens", "drafts"), [(5, 0), (64, 3)])
+def test_the_law_holds_over_flash_infer(models: Models, chunk_tokens: int, drafts: int, fp8: bool) -> None:
     model = replace(load_language_model(Checkpoint(models.folder), torch.bfloat16, CUDA), fp8_cache=fp8)
-    engine = TinyEngine(model, blocks=256, max_num_batched_tokens=chunk_tokens, overlap=True)
+    engine = TinyEngine(model, blocks=256, max_num_batched_tokens=chunk_tokens, overlap=True, max_draft_tokens=drafts)
     assert isinstance(engine.runner._cache, FlashInferCache), "the log says what does not work"
     assert isinstance(model.text.rotary_emb, RotaryTable), "the log says what does not work"
-    assert engine.runner.capture_decoding(8, 512, CudaCapture(CUDA))
+    assert engine.runner.capture_decoding(8, 512, CudaCapture(CUDA), drafts)
     asking = questions()
     asked = answer(engine, asking, arrivals=[0, 4, 1, 9, 2, 14, 30, 40], deliveries=[0, 3, 1, 4])
     assert max(each.request.cached_tokens for each in asked) > 0

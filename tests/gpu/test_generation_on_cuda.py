@@ -55,10 +55,11 @@ def models(family: str, tmp_path_factory: pytest.TempPathFactory) -> Models:
 )
 def test_the_law_holds(models: Models, family: str, dtype: torch.dtype, chunk_tokens: int, graphs: bool) -> None:
     model = load_language_model(Checkpoint(models.folder), dtype, CUDA)
-    engine = TinyEngine(model, max_num_batched_tokens=chunk_tokens, overlap=True)
+    drafts = 2 if graphs else 0
+    engine = TinyEngine(model, max_num_batched_tokens=chunk_tokens, overlap=True, max_draft_tokens=drafts)
     if graphs:
         read_in_place(engine.runner)
-        assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA))
+        assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA), drafts)
     asking = several_questions(FAMILIES[family])
     asked = answer(engine, asking, [0, 0, 1, 2, 5, 9], [0, 3, 1, 4])
     tolerance = TOLERANCES[dtype]

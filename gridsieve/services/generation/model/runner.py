@@ -22,7 +22,8 @@ from gridsieve.services.generation.model.attention import make_cache
 from gridsieve.services.generation.model.attention.cache import CacheSizes, CapturedCache
 from gridsieve.services.generation.model.attention.running import running
 from gridsieve.services.generation.model.drafting import Drafter
-from gridsieve.services.generation.model.graphs import DecodeGraphs
+from gridsieve.services.generation.model.experts import rows_without_wait
+from gridsieve.services.generation.model.graphs import DecodeGraphs, shapes
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.model.media_embeds import uploaded
 from gridsieve.services.generation.model.states import RESERVED, StateCache
@@ -47,6 +48,8 @@ from gridsieve.services.generation.sampling.sampler import (
 
 # A size that no other dimension has: the compiler takes those that are equal in its first call to be equal in all.
 COMPILED_WITH_TOKENS = 7
+# Of a captured step with drafts. With more, a device computes for longer than the host launches.
+MAX_DRAFTED_ROWS = 512
 
 log = structlog.get_logger()
 
@@ -191,9 +194,13 @@ class Runner:
         return self._cache.captures
 
     @torch.inference_mode()
-    def capture_decoding(self, max_rows: int, max_tokens: int, capture: Capture) -> bool:
-        """Captures decode steps of up to `max_rows` rows, of requests of up to `max_tokens` tokens, as graphs.
+    def capture_decoding(
+        self, max_sequences: int, max_tokens: int, capture: Capture, max_draft_tokens: int = 0
+    ) -> bool:
+        """Captures decode steps of up to `max_sequences` requests of up to `max_tokens` tokens as graphs, with and
+        without draft tokens.
 
+        max_draft_tokens: of one request; 0: none.
         Returns False, and leaves decoding eager, if the model does something that no graph can hold, or if attention
         does not read the cache's blocks in place.
         """
@@ -202,15 +209,15 @@ class Runner:
         start = time.perf_counter()
         blocks = -(-max_tokens // self._cache.sizes.block_tokens)
         try:
-            cache = cast(CapturedCache, self._cache)
-            self._graphs = DecodeGraphs(self.model, cache, self._states, max_rows, blocks, capture)
+            cache, drafted_rows = cast(CapturedCache, self._cache), rows_without_wait(self.model.text, MAX_DRAFTED_ROWS)
+            ascending = shapes(max_sequences, max_draft_tokens, drafted_rows, self._states is not None)
+            self._graphs = DecodeGraphs(self.model, cache, self._states, ascending, blocks, capture)
         except RuntimeError as error:
             # torch raises a second error when the broken capture is closed; its context is the cause.
             log.warning("decoding without graphs", error=str(error.__context__ or error))
             return False
         if self.drafter:
-            # Each sequence that drafts has another row beside those of its drafts.
-            self.drafter.capture(-(-max_rows // 2), blocks, capture)
+            self.drafter.capture(max_sequences, blocks, capture)
         log.info("decode steps captured", graphs=len(self._graphs), seconds=round(time.perf_counter() - start, 3))
         return True
 

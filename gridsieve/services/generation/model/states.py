@@ -4,8 +4,11 @@
     snapshots within the chunk           further slots, each with the state after some of its tokens
     chunks of as many tokens             one batch: rows that decode, and rows with as many drafts
 
-Nothing is written to a slot that is read, so a step that failed can be computed again from the same states. Slot ZERO
-is the state before the first token and never written; slot PADDING is written by rows that only fill a batch.
+    in a captured step               parts of chunks, each of which ends where a state is written: `PartTable`
+
+Nothing is written to a slot that a chunk begins with, so a step that failed can be computed again from the same
+states. Slot ZERO is the state before the first token and never written; slot PADDING is written by rows that only fill
+a batch.
 
 A state is float32: the last inputs of a causal convolution, and a matrix for each head. How a token changes the
 matrices is the model's `Recurrence`: gated delta networks or Mamba2. Matrices are gathered from their slots, advanced
@@ -24,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gridsieve.common.contract.plan import Int32Array
 from gridsieve.services.compute.transfers import to_device
 from gridsieve.services.generation.memory.state_slots import NO_STATE
 from gridsieve.services.generation.request.batch import Packed, StateUse
@@ -31,6 +35,8 @@ from gridsieve.services.generation.request.batch import Packed, StateUse
 ZERO, PADDING = NO_STATE, 1
 # Slots that hold no sequence's state: those two.
 RESERVED = 2
+# Of a chunk of a captured step: as many as its drafts, the tokens before them and the end of a block divide it into.
+PARTS = 3
 # Kernels for chunks compute 64 tokens or more at a time: so few, drafts for instance, are computed one by one.
 FEW_TOKENS = 8
 _BYTES = 4
@@ -144,6 +150,12 @@ class StateCache:
         """For one new token of each sequence. read, write: int64 [R], on the device and never read by the host."""
         return StateBatch(self, (Alike(slice(len(read)), (1,), (read, write)),))
 
+    def parts_batch(self, table: Tensor) -> StateBatch:
+        """Of a `PartTable`, int64 [parts, S, FIRST_ROW + L], on the device and never read by the host."""
+        return StateBatch(
+            self, tuple(Part(each[:, FIRST_ROW:], each[:, TOKENS], (each[:, READ], each[:, WRITE])) for each in table)
+        )
+
     def _alike(self, ends: tuple[int, ...], chunks: Sequence[tuple[int, StateUse]]) -> Alike:
         """chunks: the first row of each, and its slots."""
         device = self.matrices[0].device
@@ -170,13 +182,104 @@ class Alike:
     ends: tuple[int, ...]
     slots: tuple[Tensor, ...]
 
+    def take(self, packed: Tensor) -> Tensor:
+        """Their rows of [T, ..]: [R, L, ..]."""
+        rows: Tensor = packed[self.rows].unflatten(0, (-1, self.ends[-1]))
+        return rows
+
+    def put(self, computed: Tensor, out: Tensor) -> None:
+        """Writes [R, L, ..] to their rows of [T, ..]."""
+        out[self.rows] = computed.flatten(0, 1).to(out.dtype)
+
+    def inputs_before(self, end: int, window: Tensor, count: int) -> Tensor:
+        """The last inputs before a token of theirs. window: [R, channels, count + L]; returns [R, channels, count]."""
+        return window[:, :, end : end + count]
+
+
+# Columns of a `PartTable`: number of tokens, slots that are read and written, and from FIRST_ROW on the packed rows.
+TOKENS, READ, WRITE, FIRST_ROW = 0, 1, 2, 3
+
+
+class PartTable:
+    """The parts of the chunks of a captured step, int32 [PARTS, sequences, FIRST_ROW + most_tokens].
+
+        chunk    [ a a | d d d ]        two accepted tokens, three drafts
+        parts    [a a ·] [d d d] [· · ·]     the state after the first is read again by the second; the third is empty
+
+    Part after part is computed, all sequences of a part together. A row that is none has the number `rows`, after the
+    last one, and changes no state.
+    """
+
+    def __init__(self, sequences: int, most_rows: int, rows: int) -> None:
+        """most_rows: of a chunk, whose parts have half of them at most, rounded up. rows: of the packed batch."""
+        self._sequences, self._most_tokens, self._rows = sequences, -(-most_rows // 2), rows
+
+    def empty(self) -> Tensor:
+        """Without chunks: from ZERO to PADDING."""
+        table = torch.empty(PARTS, self._sequences, FIRST_ROW + self._most_tokens, dtype=torch.int32)
+        _clear(table.numpy(), self._rows)
+        return table
+
+    def fill(self, table: Int32Array, packed: Packed) -> bool:
+        """Fills a table with the chunks of a step. Returns False if they do not fit into the parts."""
+        _clear(table, self._rows)
+        at = 0
+        for number, (context, use) in enumerate(zip(packed.contexts, packed.states, strict=True)):
+            read, start = use.read, 0
+            ends = (*use.saves, (context.tokens, use.write))
+            if len(ends) > PARTS:
+                return False
+            for part, (end, write) in zip(table[:, number], ends, strict=False):
+                if end - start > self._most_tokens:
+                    return False
+                part[:FIRST_ROW] = end - start, read, write
+                part[FIRST_ROW : FIRST_ROW + end - start] = np.arange(at + start, at + end)
+                read, start = write, end
+            at += context.tokens
+        return True
+
+
+def _clear(table: Int32Array, rows: int) -> None:
+    table[..., :FIRST_ROW], table[..., FIRST_ROW:] = (0, ZERO, PADDING), rows
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of each of S chunks, of up to L tokens.
+
+    rows: int64 [S, L], of the packed batch; the number of its rows stands for none. tokens: int64 [S]. slots: int64
+    [S], that are read and written.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    slots: tuple[Tensor, Tensor]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return (self.rows.shape[1],)
+
+    def take(self, packed: Tensor) -> Tensor:
+        """[T, ..] to [S, L, ..]. What is none is zero: gates of zero leave the matrices of both recurrences as they
+        are."""
+        return F.pad(packed, (0, 0, 0, 1))[self.rows]
+
+    def put(self, computed: Tensor, out: Tensor) -> None:
+        """Writes [S, L, ..] to rows of [T + 1, ..], of which the last has no meaning."""
+        out[self.rows] = computed.to(out.dtype)
+
+    def inputs_before(self, end: int, window: Tensor, count: int) -> Tensor:
+        """As of `Alike`, before the end of each sequence's part."""
+        columns = self.tokens[:, None] + torch.arange(count, device=window.device)
+        return window.gather(2, columns[:, None].expand(-1, window.shape[1], -1))
+
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
     """The slots of one packed forward."""
 
     cache: StateCache
-    chunks: tuple[Alike, ...]
+    chunks: tuple[Alike, ...] | tuple[Part, ...]
 
     def advance(
         self,
@@ -193,18 +296,16 @@ class StateBatch:
         each, and weights: as the model's recurrence takes them. head_dim: of the output.
         Returns [T, heads, head_dim] in the dtype of inputs.
         """
-        out = inputs.new_empty((len(inputs), self.cache.sizes.recurrence.matrices[0], head_dim))
+        out = inputs.new_zeros((len(inputs) + 1, self.cache.sizes.recurrence.matrices[0], head_dim))
         for each in self.chunks:
-            own, *own_gates = (part[each.rows].unflatten(0, (-1, each.ends[-1])) for part in (inputs, *gates))
-            out[each.rows] = (
-                self._advance(layer, each, own, convolution, own_gates, weights).flatten(0, 1).to(out.dtype)
-            )
-        return out
+            own, *own_gates = (each.take(packed) for packed in (inputs, *gates))
+            each.put(self._advance(layer, each, own, convolution, own_gates, weights), out)
+        return out[:-1]
 
     def _advance(
         self,
         layer: int,
-        chunks: Alike,
+        chunks: Alike | Part,
         inputs: Tensor,
         convolution: Convolution,
         gates: Sequence[Tensor],
@@ -216,7 +317,7 @@ class StateBatch:
         window = torch.cat([windows[read], inputs.mT.float()], dim=2)  # [R, channels, kernel − 1 + L]
         convolved, recurrence = convolution.of(window), self.cache.recurrence
         for end, slots in zip(chunks.ends, written, strict=True):
-            windows.index_copy_(0, slots, window[:, :, end : end + windows.shape[2]])
+            windows.index_copy_(0, slots, chunks.inputs_before(end, window, windows.shape[2]))
         if chunks.ends[-1] <= FEW_TOKENS:
             out = recurrence.advance_slots(convolved, gates, weights, matrices, chunks.ends, chunks.slots)
             if out is not None:

@@ -133,12 +133,12 @@ class Packed:
 
     @property
     def decodes_only(self) -> bool:
-        """Whether every row is text without an adapter, and sampled: answers' last tokens and their draft tokens.
-
-        With recurrent states, a row may not follow another: then without draft tokens.
-        """
-        alike = len(self.logit_rows) == len(self.ids) and not len(self.media_rows) and not self.adapted
-        return alike and (not self.states or self.num_decodes == len(self.contexts))
+        """Whether every row is text without an adapter, and the last row of every chunk is sampled: steps of answers'
+        last tokens and their draft tokens, and of short ends of prompts."""
+        if len(self.media_rows) or self.adapted or len(self.logit_rows) < len(self.contexts):
+            return False
+        ends = np.cumsum([context.tokens for context in self.contexts]) - 1
+        return len(self.logit_rows) == len(self.ids) or bool(np.isin(ends, self.logit_rows).all())
 
     @property
     def row_contexts(self) -> list[Context]:

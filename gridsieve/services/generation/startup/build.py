@@ -111,7 +111,7 @@ def build(
     if group is None and _compiles(settings, checkpoint, model):
         runner.compile()
     if model.device.type == "cuda":
-        _capture(runner, _decoded_rows(settings, limits), limit_tokens, group)
+        _capture(runner, limits.max_num_seqs, limit_tokens, group, settings.max_draft_tokens)
     return Built(runner, blocks, live_blocks, state_slots, limit_tokens, limits)
 
 
@@ -199,7 +199,8 @@ def _cache_tokens(
         return settings.kv_cache_tokens
     if model.device.type != "cuda":
         return CPU_CACHE_TOKENS + live_tokens
-    memory, capture = CudaMemory(model.device), partial(_capture, group=group)
+    memory = CudaMemory(model.device)
+    capture = partial(_capture, group=group, max_draft_tokens=settings.max_draft_tokens)
     return fitting_tokens(settings, limits, model, group, memory, capture, state_slots)
 
 
@@ -214,8 +215,8 @@ def fitting_tokens(
 ) -> int:
     """The number of tokens, in whole blocks, whose keys and values fit on the device of every rank.
 
-    capture: captures a runner's decode steps of up to the given number of rows, for sequences of up to the given number
-        of tokens.
+    capture: captures a runner's decode steps of up to the given number of sequences, of up to the given number of
+        tokens.
     Raises StartupError, with the measured sizes, if not even one prompt fits.
     """
     longest = min(model.context_tokens, settings.max_model_len or model.context_tokens)
@@ -224,7 +225,7 @@ def fitting_tokens(
     sampled = _decoded_rows(settings, limits)
     sizes = Sizes(rows, sampled, min(requests, sampled), max(rows, context))
     try:
-        needs = measure(model, BLOCK_TOKENS, sizes, memory, lambda each: capture(each, sampled, longest))
+        needs = measure(model, BLOCK_TOKENS, sizes, memory, lambda each: capture(each, requests, longest))
     except torch.OutOfMemoryError as error:
         raise StartupError(
             f"a step of {rows} tokens (--max-num-batched-tokens) of a prompt of {context} (--max-model-len) does not "
@@ -253,7 +254,7 @@ def fitting_tokens(
     return tokens
 
 
-def _capture(runner: Runner, max_rows: int, max_tokens: int, group: Group | None) -> None:
+def _capture(runner: Runner, max_sequences: int, max_tokens: int, group: Group | None, max_draft_tokens: int) -> None:
     """All ranks replay decode steps, or none does: a rank would wait for ever for one that computes another step.
 
     A model that reads never decodes.
@@ -262,8 +263,8 @@ def _capture(runner: Runner, max_rows: int, max_tokens: int, group: Group | None
         return
     if has_separate_experts(runner.model.text):  # the host waits for the device in each layer
         return
-    rows = rows_without_wait(runner.model.text, max_rows)
-    captured = runner.capture_decoding(rows, max_tokens, CudaCapture(runner.model.device))
+    sequences = rows_without_wait(runner.model.text, max_sequences)
+    captured = runner.capture_decoding(sequences, max_tokens, CudaCapture(runner.model.device), max_draft_tokens)
     if group:
         remedy = "if memory is short on its device, lower --max-num-seqs or --gpu-memory-fraction"
         group.end_unless_alike(captured, "capturing decode steps as graphs", remedy)

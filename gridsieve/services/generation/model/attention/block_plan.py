@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +34,12 @@ class BlockPlan:
     last_block_tokens: Int32Array
 
 
-def plan_blocks(contexts: Sequence[Context], block_tokens: int) -> BlockPlan:
-    """Of at least one context, each with the blocks of its tokens and possibly more."""
+def plan_blocks(contexts: Sequence[Context], block_tokens: int, sequences: int = 0) -> BlockPlan:
+    """Of at least one context, each with the blocks of its tokens and possibly more.
+
+    sequences: if the contexts are fewer, sequences follow that have no row, and one token in the last one's block.
+    """
+    contexts = [*contexts, *repeat(contexts[-1]._replace(start=1, end=1), sequences - len(contexts))]
     ends = np.array([each.end for each in contexts], np.int32)
     counts = -(-ends // block_tokens)
     return BlockPlan(

@@ -85,16 +85,17 @@ class PagedCache(Protocol):
 class CapturedCache(PagedCache, Protocol):
     """A cache whose decode batches graphs can capture."""
 
-    def plan_decode(self, contexts: Sequence[Context], max_blocks: int) -> None:
+    def plan_decode(self, contexts: Sequence[Context], max_blocks: int, most_rows: int = 1) -> None:
         """Called on the host each time before a decode batch of these sequences is computed, captured or replayed.
 
-        max_blocks: of one sequence. The first call is for the largest number of sequences.
+        max_blocks: of one sequence. most_rows: of one sequence; 1: each has one row, else a row and its drafts. The
+        first call is for the largest number of rows.
         """
 
-    def decode_batch(self, table: Tensor, lengths: Tensor) -> Batch:
-        """For one new token of each of R sequences, whose slot is that of the sequence's last token.
+    def decode_batch(self, table: Tensor, lengths: Tensor, most_rows: int = 1) -> Batch:
+        """For R rows of the sequences that were planned with as many rows and `most_rows`.
 
-        table: int32 [R, W], the block table; entries past a sequence's last block may be any block of the cache.
-        lengths: int32 [R], tokens of each sequence, the new one included, at most W · block_tokens.
+        table: int32 [R, W], the block table of each row's sequence; entries past its last block may be any block of the
+        cache. lengths: int32 [R], tokens of the sequence up to the row, the row included, at most W · block_tokens.
         Both are on the device and never read by the host, so that a graph can capture what this does.
         """

@@ -2,7 +2,8 @@
 
     eager step      one plan and one kernel for all chunks, decodes among them
     decode graph    a kernel of its own for each number of rows, whose buffers stay where they are: the host plans it
-                    before each replay
+                    before each replay. With drafts it is a kernel of prefill, which reads the context of a sequence
+                    once for all of its rows
 
 flashinfer 0.7.2 has kernels for the following; paths are those below flashinfer/:
 
@@ -55,6 +56,9 @@ TENSOR_CORES_FROM = 4
 LEAST_CAPABILITY = (8, 0)
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
+# Query heads of all rows that a block of FlashInfer's FA2 computes together: the first that holds a sequence, or the
+# last (FA2DetermineCtaTileQ in utils.cuh; heads of 256 have no tile of 128).
+TILES = (16, 64, 128)
 # Kernels that plan eager steps.
 TURNS = 2
 # Of prefill: FlashInfer's own choice, and what runs on every card.
@@ -83,6 +87,12 @@ class Kernels(Protocol):
     def decode(self, rows: int, max_blocks: int) -> Kernel:
         """For `rows` sequences of one row and at most so many blocks together; a graph can capture its `run`."""
 
+    def verify(self, rows: int, most_rows: int, max_blocks: int) -> Kernel:
+        """For `rows` sequences of so many rows and blocks together, as `prefill`; a graph can capture its `run`.
+
+        most_rows: of a sequence, which has more than none; fastest up to so many.
+        """
+
 
 class FlashInferCache:
     """Implements `CapturedCache`. Keys and values of every layer: [blocks, block_tokens, kv_heads, head_dim] each."""
@@ -96,7 +106,7 @@ class FlashInferCache:
         self.values = list(like.new_zeros(shape, dtype=sizes.dtype(like)).unbind())
         self._kernels = kernels
         self._turns = cycle([kernels.prefill() for _ in range(TURNS)])
-        self._decoders: dict[int, Kernel] = {}
+        self._decoders: dict[tuple[int, int], Kernel] = {}  # by rows, and the most of a sequence
 
     def ahead(self, contexts: Sequence[Context], count: int) -> None:
         """None: it reads blocks in place."""
@@ -106,14 +116,18 @@ class FlashInferCache:
         kernel.plan(plan_blocks(packed.contexts, self.sizes.block_tokens))
         return FlashInferBatch(self, to_device(packed.slots, self.keys[0].device), kernel)
 
-    def plan_decode(self, contexts: Sequence[Context], max_blocks: int) -> None:
-        rows = len(contexts)
-        if rows not in self._decoders:
-            self._decoders[rows] = self._kernels.decode(rows, rows * max_blocks)
-        self._decoders[rows].plan(plan_blocks(contexts, self.sizes.block_tokens))
+    def plan_decode(self, contexts: Sequence[Context], max_blocks: int, most_rows: int = 1) -> None:
+        rows = sum(each.tokens for each in contexts)
+        if (rows, most_rows) not in self._decoders:
+            blocks = rows * max_blocks
+            self._decoders[rows, most_rows] = (
+                self._kernels.decode(rows, blocks) if most_rows == 1 else self._kernels.verify(rows, most_rows, blocks)
+            )
+        self._decoders[rows, most_rows].plan(plan_blocks(contexts, self.sizes.block_tokens, rows))
 
-    def decode_batch(self, table: Tensor, lengths: Tensor) -> FlashInferBatch:
-        return FlashInferBatch(self, last_slots(table, lengths, self.sizes.block_tokens), self._decoders[len(lengths)])
+    def decode_batch(self, table: Tensor, lengths: Tensor, most_rows: int = 1) -> FlashInferBatch:
+        kernel = self._decoders[len(lengths), most_rows]
+        return FlashInferBatch(self, last_slots(table, lengths, self.sizes.block_tokens), kernel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,28 +190,57 @@ class FlashInferKernels:
         self, library: Any, sizes: CacheSizes, like: Tensor, num_multiprocessors: int, backend: str = "auto"
     ) -> None:
         self._library, self._sizes, self._like, self._backend = library, sizes, like, backend
+        self._num_multiprocessors = num_multiprocessors
         self._workspace = like.new_zeros(workspace_bytes(sizes, num_multiprocessors), dtype=torch.uint8)
-        self._blocks = like.new_zeros(0, dtype=torch.int32)
+        self._blocks = self._integers(0)
 
     def prefill(self) -> Kernel:
         wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=self._backend)
         return _Planned(wrapper, self._sizes, self._like, is_prefill=True)
 
     def decode(self, rows: int, max_blocks: int) -> Kernel:
-        """Kernels share the list of blocks of the one before, if it is long enough."""
-        if self._blocks.numel() < max_blocks:
-            self._blocks = self._like.new_zeros(max_blocks, dtype=torch.int32)
         sizes = self._sizes
         wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=sizes.heads // sizes.kv_heads >= TENSOR_CORES_FROM,
-            paged_kv_indptr_buffer=self._like.new_zeros(rows + 1, dtype=torch.int32),
-            paged_kv_indices_buffer=self._blocks,
-            paged_kv_last_page_len_buffer=self._like.new_zeros(rows, dtype=torch.int32),
+            paged_kv_indptr_buffer=self._integers(rows + 1),
+            paged_kv_indices_buffer=self._shared_blocks(max_blocks),
+            paged_kv_last_page_len_buffer=self._integers(rows),
         )
         return _Planned(wrapper, sizes, self._like, is_prefill=False)
+
+    def verify(self, rows: int, most_rows: int, max_blocks: int) -> Kernel:
+        """By FA2, whose kernels also decode on tensor cores."""
+        sizes, needed = self._sizes, verifying_bytes(self._sizes, rows, most_rows, self._num_multiprocessors)
+        if self._workspace.numel() < needed:
+            self._workspace = self._like.new_zeros(needed, dtype=torch.uint8)
+        wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=self._integers(rows + 1),
+            paged_kv_indptr_buf=self._integers(rows + 1),
+            paged_kv_indices_buf=self._shared_blocks(max_blocks),
+            paged_kv_last_page_len_buf=self._integers(rows),
+            backend="fa2",
+        )
+        kernel = _Planned(wrapper, sizes, self._like, is_prefill=True)
+        # The rows of the first plan beyond one a sequence are the longest sequence for which tiles are chosen, in this
+        # plan and in all that follow.
+        longest = Context(0, most_rows, (0,) * -(-most_rows // sizes.block_tokens))
+        kernel.plan(plan_blocks([longest, *[Context(0, 1, (0,))] * (rows - 1)], sizes.block_tokens))
+        return kernel
+
+    def _integers(self, count: int) -> Tensor:
+        return self._like.new_zeros(count, dtype=torch.int32)
+
+    def _shared_blocks(self, count: int) -> Tensor:
+        """Kernels of graphs share the list of blocks of the one before, if it is long enough."""
+        if self._blocks.numel() < count:
+            self._blocks = self._integers(count)
+        return self._blocks
 
 
 def workspace_bytes(sizes: CacheSizes, num_multiprocessors: int) -> int:
@@ -209,6 +252,19 @@ def workspace_bytes(sizes: CacheSizes, num_multiprocessors: int) -> int:
     tiles = -(-_TILES_A_MULTIPROCESSOR * num_multiprocessors // sizes.kv_heads)
     split = sizes.heads * tiles * _TILE_ROWS * (sizes.head_dim + 1) * torch.float32.itemsize
     return max(LEAST_WORKSPACE_BYTES, split + 2**24)
+
+
+def verifying_bytes(sizes: CacheSizes, rows: int, most_rows: int, num_multiprocessors: int) -> int:
+    """The workspace of `Kernels.verify`, as FlashInfer plans it for a graph (PrefillPlanImpl in scheduler.cuh).
+
+    Every sequence may have a tile that is not full.
+    """
+    shared = sizes.heads // sizes.kv_heads
+    tile = next((each for each in TILES if each >= most_rows * shared), TILES[-1])
+    tiles = -(-(rows + most_rows - 1) * shared // tile) + rows - 1
+    tiles = max(tiles, _TILES_A_MULTIPROCESSOR * num_multiprocessors // sizes.kv_heads)
+    split = sizes.heads * -(-tiles * tile // shared) * (sizes.head_dim + 1) * torch.float32.itemsize
+    return split + 2**24
 
 
 def lacking(head_dim: int, like: Tensor) -> str | None:
@@ -250,7 +306,7 @@ def find_kernels(sizes: CacheSizes, like: Tensor) -> Kernels | None:
 
 
 def check_kernels(kernels: Kernels, sizes: CacheSizes, like: Tensor) -> None:
-    """Compares both kernels with SDPA on three blocks out of order, with NaN in all slots that they must not read.
+    """Compares all kernels with SDPA on three blocks out of order, with NaN in all slots that they must not read.
 
     Raises the kernels' exceptions, and AssertionError for a wrong result.
     """
@@ -262,9 +318,13 @@ def check_kernels(kernels: Kernels, sizes: CacheSizes, like: Tensor) -> None:
     blocks[:, 1] = blocks[:, table[-1], -1] = torch.nan
     blocks = blocks.to(sizes.dtype(like))
     key, value = (each.float()[list(table)].flatten(0, 1)[:tokens].transpose(0, 1)[None] for each in blocks)
-    for kernel, rows in ((kernels.prefill(), 2), (kernels.decode(1, 3), 1)):
+    for kernel, rows, sequences in (
+        (kernels.prefill(), 2, 1),
+        (kernels.decode(1, 3), 1, 1),
+        (kernels.verify(2, 2, 4), 2, 2),
+    ):
         query = torch.randn(rows, sizes.heads, sizes.head_dim, generator=draw, device=device).to(like.dtype)
-        kernel.plan(plan_blocks([Context(tokens - rows, tokens, table)], block_tokens))
+        kernel.plan(plan_blocks([Context(tokens - rows, tokens, table)], block_tokens, sequences))
         found = kernel.run(query, *blocks.unbind())
         seen = torch.ones(rows, tokens, dtype=torch.bool, device=device).tril(tokens - rows)
         expected = F.scaled_dot_product_attention(
