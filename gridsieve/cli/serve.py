@@ -49,6 +49,13 @@ def serve(
         Path | None,
         _model(envvar="GRIDSIEVE_MEDIA_ROOT", help="Folder that requests may read files from. Default: none."),
     ] = None,
+    deterministic: Annotated[
+        bool,
+        _model(
+            help="The same question has the same answer to the last bit, whatever is asked at the same time: sets "
+            "--deterministic of the encoder and of generation, which then take longer."
+        ),
+    ] = False,
     config: ConfigOption = None,
     listen: Annotated[
         str, _addresses(help="Address of generation, which clients call: host:port or unix:/path.")
@@ -92,6 +99,9 @@ def serve(
         flags = service_flags(config, context.args)
     for service in SERVICES:
         flags[service] += [f"--served-model-name={name}" for name in served_model_name or ()]
+    if deterministic:
+        for service in ("encoder", "generation"):
+            flags[service].append("--deterministic")
     stack = LocalStack(
         model,
         services=services,

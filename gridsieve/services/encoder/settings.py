@@ -71,6 +71,11 @@ class EncoderSettings(UpstreamSettings):
         description="whether the tower's layers are compiled at startup, which needs a C or C++ compiler, and some "
         "seconds at the first start; auto: unless the tower is very small, or its attention on CUDA is SDPA",
     )
+    deterministic: bool = Field(
+        False,
+        description="each slice of a media item is a forward of its own, so its embeddings have the same bits whatever "
+        "is encoded at the same time; --batch-tokens then means nothing",
+    )
     step_timeout_s: float | None = Field(
         None,
         gt=0,

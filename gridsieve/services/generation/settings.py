@@ -23,6 +23,9 @@ from gridsieve.common.contract.retention import (
 from gridsieve.common.serving.settings import UpstreamSettings
 from gridsieve.families import ModelFamily
 
+# Two numbers have the same sum in either order.
+MAX_DETERMINISTIC_RANKS = 2
+
 
 class GenerationSettings(UpstreamSettings):
     """Flags and GRIDSIEVE_ variables of `python -m gridsieve.services.generation`."""
@@ -163,7 +166,13 @@ class GenerationSettings(UpstreamSettings):
         "auto",
         description="whether the text model is compiled for the CPU at startup, which needs a C++ compiler, and some "
         "seconds a layer at the first start; auto: unless it is very small, or its layers are large. Never with "
-        "adapters, tensor parallelism, quantised experts, or quantised weights other than those in 4 bits",
+        "adapters, tensor parallelism, quantised experts, or quantised weights other than those in 4 bits, nor with "
+        "--deterministic",
+    )
+    deterministic: bool = Field(
+        False,
+        description="an answer has the same bits whatever is computed at the same time, in whichever chunks, with or "
+        "without draft tokens, prefix cache hits and preemption. Takes longer; set it for the encoder, too",
     )
     step_timeout_s: float | None = Field(
         None,
@@ -191,6 +200,17 @@ class GenerationSettings(UpstreamSettings):
     def _one_kind_of_drafts(self) -> Self:
         if self.draft_model and self.speculative_tokens:
             raise ValueError("--draft-model and --speculative-tokens are two kinds of draft tokens: choose one")
+        return self
+
+    @model_validator(mode="after")
+    def _deterministic_sums(self) -> Self:
+        if self.deterministic and self.tensor_parallel > MAX_DETERMINISTIC_RANKS:
+            raise ValueError(
+                f"--deterministic needs --tensor-parallel of at most {MAX_DETERMINISTIC_RANKS}, got "
+                f"{self.tensor_parallel}: in which order more ranks are added up depends on a row's place"
+            )
+        if self.deterministic and self.compile == "on":
+            raise ValueError("--deterministic is not supported with --compile on: set auto or off")
         return self
 
     @property

@@ -117,12 +117,18 @@ def load_rank(settings: EncoderSettings, device: torch.device, share: Share | No
     splits = device.type == "cuda" and not tower.forward.varlen  # type: ignore[attr-defined]
     if settings.compile == "on" or (settings.compile == "auto" and large and not splits):
         compile_tower(tower)
-    # A captured forward would have no sums: the ranks join later.
-    return without_graphs(tower) if share else with_graphs(tower, budget_of(tower, settings))
+    # A captured forward would have no sums: the ranks join later. A bucket is padded to more than one slice.
+    plain = share or settings.deterministic
+    return without_graphs(tower) if plain else with_graphs(tower, budget_of(tower, settings))
 
 
 def budget_of(tower: Tower, settings: EncoderSettings) -> int:
-    """Merged patches of one forward: those of `--batch-tokens`, each of PATCHES_A_TOKEN patches."""
+    """Merged patches of one forward: those of `--batch-tokens`, each of PATCHES_A_TOKEN patches.
+
+    Of a deterministic tower so few that each slice has a forward to itself.
+    """
+    if settings.deterministic:
+        return 1
     return max(1, settings.batch_tokens * PATCHES_A_TOKEN // tower.patches.merge**2)
 
 

@@ -19,10 +19,14 @@ from gridsieve.services.generation.request.request import Adapter
 
 
 class Adapters:
-    """The loaded adapters. rows: row ranges of the current forward, set by the runner and read by the layers."""
+    """The loaded adapters. rows: row ranges of the current forward, set by the runner and read by the layers.
+
+    of_all_rows: an adapter's product is always of all rows, so its kernel does not depend on how many are adapted.
+    """
 
     def __init__(self) -> None:
         self.rows: tuple[AdaptedRows, ...] = ()
+        self.of_all_rows = False
         self._by_name: dict[str, Adapter] = {}
 
     @property
@@ -58,5 +62,9 @@ class AdaptedLinear(nn.Module):
         computed: Tensor = self.layer(states)
         for rows in self._adapters.rows:
             if addition := self.additions.get(rows.digest):
-                computed[..., rows.start : rows.end, :] += addition.of(states[..., rows.start : rows.end, :])
+                own = slice(rows.start, rows.end)
+                if self._adapters.of_all_rows:
+                    computed[..., own, :] += addition.of(states)[..., own, :]
+                else:
+                    computed[..., own, :] += addition.of(states[..., own, :])
         return computed

@@ -9,12 +9,17 @@ and no graph can hold them. What is used there depends on the number of rows T; 
 
 So steps that decode and short chunks of prompts do not wait, and graphs of up to 256 rows can be captured.
 
+Where answers must have the same bits whatever is computed together, no product's size may depend on the choice of
+experts: on CUDA all experts compute all rows, elsewhere each computes its own rows, EXPERT_ROWS at a time.
+
 Source: `transformers.integrations.moe`, whose functions the first and the last are; torch's condition:
 aten/src/ATen/native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +31,16 @@ from transformers.integrations.moe import (
     grouped_mm_experts_forward,
 )
 
-EXPERTS = "gridsieve_experts"
+from gridsieve.services.generation.model.fixed_sizes import in_fixed_sizes
+
+EXPERTS, FIXED_EXPERTS = "gridsieve_experts", "gridsieve_fixed_experts"
 # All experts compute at most so many rows. An estimate: about here the arithmetic of 128 experts, of 768 columns each,
 # takes an A100 as long as the launches of one product for each expert.
 MAX_ROWS = 256
 # How often a gathered weight is moved, for once otherwise.
 _GATHERED = 3
+# Of one product in a fixed order of sums. In a forward most experts have fewer rows: more would be zeros.
+EXPERT_ROWS = 16
 
 
 def waits(weight: Tensor) -> bool:
@@ -71,4 +80,57 @@ def _by_all_experts(module: Any, rows: Tensor, experts: Tensor, weights: Tensor)
     return (own * weights[..., None]).sum(1).to(rows.dtype)
 
 
+def compute_fixed(module: Any, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """As `compute_experts`. A row's result has the same bits whichever experts other rows have.
+
+    rows: always as many.
+    """
+    if rows.device.type == "cuda":
+        return _by_all_experts(module, rows, experts, weights)
+    own = {number: partial(_compute_expert, module, number) for number in range(module.num_experts)}
+    return by_expert(own, rows, experts, weights, module.num_experts, fixed=True)
+
+
+def _compute_expert(module: Any, number: int, rows: Tensor) -> Tensor:
+    """[n, D] to the same shape."""
+    product = F.linear(rows, (module.gate_up_proj if module.has_gate else module.up_proj)[number])
+    inner = module._apply_gate(product) if module.has_gate else module.act_fn(product)
+    return F.linear(inner, module.down_proj[number])
+
+
+def by_expert(
+    own: Mapping[int, Callable[[Tensor], Tensor]],
+    rows: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    count: int,
+    fixed: bool = False,
+) -> Tensor:
+    """As `compute_experts`, an expert after the other. The host waits for the choice.
+
+    own: experts by their numbers, which are adjacent and increasing; those of other ranks add zeros. count: of all
+    experts. fixed: an expert gets EXPERT_ROWS rows at a time, and zeros where it has fewer.
+    """
+    order = experts.flatten().argsort(stable=True)
+    counts = torch.bincount(experts.flatten(), minlength=count).tolist()
+    first = next(iter(own))
+    before, counts = sum(counts[:first]), counts[first : first + len(own)]
+    order = order[before : before + sum(counts)]
+    parts = rows[order // experts.shape[1]].split(counts)
+    computed = torch.cat(
+        [
+            rows[:0],
+            *(
+                in_fixed_sizes(expert, part, (EXPERT_ROWS,)) if fixed else expert(part)
+                for expert, part in zip(own.values(), parts, strict=True)
+                if len(part)
+            ),
+        ]
+    )
+    outputs = computed.new_zeros(experts.numel(), rows.shape[1]).index_copy_(0, order, computed)
+    outputs = outputs.view(*experts.shape, -1)
+    return (outputs * weights[..., None]).sum(1).to(rows.dtype)
+
+
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, compute_experts)
+ALL_EXPERTS_FUNCTIONS.register(FIXED_EXPERTS, compute_fixed)

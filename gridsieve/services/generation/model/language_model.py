@@ -28,6 +28,7 @@ class LanguageModel:
     context_tokens: the longest sequence that the checkpoint supports.
     stored: number of vectors after the vocabulary's in `embed_tokens`.
     fp8_cache: keys and values are stored in fp8, else in the model's dtype.
+    deterministic: set by `determinism.made_deterministic`.
     draft: the head that drafts tokens for it, if there is one.
     reads: how prompts are read; None of a model that generates. `lm_head` then makes of a state what is read: the
         state itself, or a score.
@@ -48,6 +49,7 @@ class LanguageModel:
     position_axes: int = 3
     stored: int = 0
     fp8_cache: bool = False
+    deterministic: bool = False
     adapters: Adapters = field(default_factory=Adapters)
     draft: DraftHead | None = None
     reads: Reading | None = None

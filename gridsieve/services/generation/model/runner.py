@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import structlog
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gridsieve.services.compute.compiled import compiled_whole, compiles
@@ -21,8 +22,11 @@ from gridsieve.services.compute.transfers import to_device
 from gridsieve.services.generation.model.attention import make_cache
 from gridsieve.services.generation.model.attention.cache import CacheSizes, CapturedCache
 from gridsieve.services.generation.model.attention.running import running
+from gridsieve.services.generation.model.determinism import row_sizes
 from gridsieve.services.generation.model.drafting import Drafter
 from gridsieve.services.generation.model.experts import rows_without_wait
+from gridsieve.services.generation.model.fixed_sizes import in_fixed_sizes
+from gridsieve.services.generation.model.fixed_states import FixedStateCache
 from gridsieve.services.generation.model.graphs import DecodeGraphs, shapes
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.model.media_embeds import uploaded
@@ -35,6 +39,7 @@ from gridsieve.services.generation.request.batch import (
     pack,
     slots_of,
 )
+from gridsieve.services.generation.request.division import divide
 from gridsieve.services.generation.request.reader import Reader
 from gridsieve.services.generation.request.request import Request, Status
 from gridsieve.services.generation.sampling.rows import ReadRows
@@ -141,6 +146,7 @@ class Runner:
     """Runs a language model over a paged KV cache of `blocks` blocks of `block_tokens` tokens each.
 
     state_slots: number of slots for recurrent states, for models that have any; reserved slots are added to it.
+    row_sizes: how many rows a forward may have; empty: any number.
     """
 
     def __init__(
@@ -154,11 +160,20 @@ class Runner:
         self.model = model
         self._workers = workers
         sizes = CacheSizes(
-            model.layers, blocks, block_tokens, model.heads, model.kv_heads, model.head_dim, model.fp8_cache
+            model.layers,
+            blocks,
+            block_tokens,
+            model.heads,
+            model.kv_heads,
+            model.head_dim,
+            model.fp8_cache,
+            model.deterministic,
         )
         like = model.embed_tokens.weight
         self._cache = make_cache(sizes, like)
-        self._states = StateCache(model.states, RESERVED + state_slots, like) if model.states else None
+        states = FixedStateCache if model.deterministic else StateCache
+        self._states = states(model.states, RESERVED + state_slots, like) if model.states else None
+        self.row_sizes = row_sizes(model)[:1]
         self._graphs: DecodeGraphs | None = None
         self.replayed = False  # whether a graph computed the last step
         self._hidden: Tensor | None = None  # of the last step, as the head that drafts reads it
@@ -168,7 +183,7 @@ class Runner:
     def compile(self) -> bool:
         """Compiles the text model and its head for the CPU. Returns False, and leaves them eager, if that fails.
 
-        Not with adapters.
+        Not with adapters, nor a deterministic model: media rows are computed without the compiler.
         """
         tokens, block_tokens = COMPILED_WITH_TOKENS, self._cache.sizes.block_tokens
         blocks = range(-(-tokens // block_tokens))
@@ -189,9 +204,14 @@ class Runner:
         return self._compiled is not None
 
     @property
+    def padding_block(self) -> int:
+        """The block of the cache that no sequence has."""
+        return self._cache.sizes.padding_block
+
+    @property
     def captures(self) -> bool:
         """Whether decode steps can be captured, as far as attention is concerned."""
-        return self._cache.captures
+        return self._cache.captures and not self.row_sizes
 
     @torch.inference_mode()
     def capture_decoding(
@@ -265,6 +285,8 @@ class Runner:
         ids = to_device(packed.ids, self.model.device)
         if unread is not None:
             ids = ids.index_copy(0, to_device(packed.unread_rows, self.model.device), unread)
+        if self.row_sizes:
+            return self._in_fixed_sizes(packed, ids, media_embeds)
         # A step is one forward, a graph's or an eager one: two would read all weights twice.
         replayed = self._graphs.replay(packed, ids) if self._graphs and packed.decodes_only else None
         self.replayed = replayed is not None
@@ -276,7 +298,30 @@ class Runner:
 
     def _forward(self, packed: Packed, ids: Tensor, media_embeds: Tensor | None) -> Tensor:
         """ids: int64 [T], on the device, with those of unread rows."""
-        rows = to_device(packed.logit_rows, self.model.device)
+        states = self._run_text(packed, ids, media_embeds)
+        logits: Tensor = self.model.lm_head(states[to_device(packed.logit_rows, self.model.device)])
+        self._hidden = self.model.draft.hidden() if self.model.draft else None
+        return logits.float()
+
+    def _in_fixed_sizes(self, packed: Packed, ids: Tensor, media_embeds: Tensor | None) -> Tensor:
+        """As `_forward`, by forwards of `row_sizes` rows."""
+        outputs, hidden = list[Tensor](), list[Tensor]()
+        sizes = self._cache.sizes
+        for each in divide(packed, self.row_sizes, sizes.block_tokens, sizes.padding_block):
+            self.model.adapters.rows = each.packed.adapted
+            own, count = F.pad(ids[each.first : each.end], (0, each.padding)), each.end - each.first
+            media = None
+            if media_embeds is not None and len(each.packed.media_rows):
+                media = media_embeds[:, each.media]
+            outputs.append(self._run_text(each.packed, own, media)[:count])
+            if self.model.draft:
+                hidden.append(self.model.draft.hidden()[:count])
+        self._hidden = torch.cat(hidden) if hidden else None
+        rows = torch.cat(outputs)[to_device(packed.logit_rows, self.model.device)]
+        return in_fixed_sizes(self.model.lm_head, rows, self.row_sizes).float()
+
+    def _run_text(self, packed: Packed, ids: Tensor, media_embeds: Tensor | None) -> Tensor:
+        """The last hidden state of every row, [T, D]. Arguments as of `_forward`."""
         embeds: Tensor = self.model.embed_tokens(ids)
         levels = {} if media_embeds is None else self._put_media(packed, embeds, media_embeds)
         embeds = embeds[None]  # [1, T, D]
@@ -290,9 +335,8 @@ class Runner:
         else:
             with running(batch, states):
                 output = self._compiled(inputs_embeds=embeds, position_ids=positions, use_cache=False)
-        logits: Tensor = self.model.lm_head(output.last_hidden_state[0][rows])
-        self._hidden = self.model.draft.hidden() if self.model.draft else None
-        return logits.float()
+        found: Tensor = output.last_hidden_state[0]
+        return found
 
     def _put_media(self, packed: Packed, embeds: Tensor, media_embeds: Tensor) -> dict[str, Any]:
         """Writes media rows into `embeds` [T, D], and returns the model's arguments for their further levels."""

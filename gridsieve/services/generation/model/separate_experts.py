@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gridsieve.services.generation.model.experts import by_expert
+
 
 class SeparateExperts(nn.ModuleDict):
     """Takes the place of the experts of transformers, without biases. Its modules have their numbers as names.
 
     The layers of each are gate_proj and up_proj, or up_proj alone, or gate_up_proj; and down_proj.
-    count: of all experts. own: the numbers of this rank's experts.
+    count: of all experts. own: the numbers of this rank's experts. fixed: see `experts.by_expert`.
     """
 
     def __init__(self, stacked: Any, joined: bool, rank: int = 0, ranks: int = 1) -> None:
@@ -32,22 +34,13 @@ class SeparateExperts(nn.ModuleDict):
             inner = {"gate_up_proj": 2 * width} if joined else {"gate_proj": width, "up_proj": width}
             multiply = stacked._apply_gate
         super().__init__({str(number): _Expert(hidden, inner, width, multiply) for number in own})
-        self.count, self.own = count, own
+        self.count, self.own, self.fixed = count, own, False
 
     def forward(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """rows: [T, D]. experts: int64 [T, k], the experts of each row; weights: [T, k], theirs. Returns [T, D], of
         other ranks' experts zeros."""
-        order = experts.flatten().argsort(stable=True)
-        counts = torch.bincount(experts.flatten(), minlength=self.count).tolist()
-        before, counts = sum(counts[: self.own.start]), counts[self.own.start : self.own.stop]
-        order = order[before : before + sum(counts)]
-        parts = rows[order // experts.shape[1]].split(counts)
-        computed = torch.cat(
-            [rows[:0], *(expert(part) for expert, part in zip(self.values(), parts, strict=True) if len(part))]
-        )
-        outputs = computed.new_zeros(experts.numel(), rows.shape[1]).index_copy_(0, order, computed)
-        outputs = outputs.view(*experts.shape, -1)
-        return (outputs * weights[..., None]).sum(1).to(rows.dtype)
+        modules = dict(zip(self.own, self.values(), strict=True))
+        return by_expert(modules, rows, experts, weights, self.count, self.fixed)
 
 
 class _Expert(nn.Module):

@@ -22,6 +22,7 @@ from gridsieve.services.generation.loading.draft_head import load_draft_head
 from gridsieve.services.generation.loading.int4 import int4_format, stored_format
 from gridsieve.services.generation.loading.mtp import MTP, load_mtp
 from gridsieve.services.generation.loading.quantization_config import is_quantised
+from gridsieve.services.generation.model.determinism import made_deterministic
 from gridsieve.services.generation.model.draft_head import DraftHead
 from gridsieve.services.generation.model.experts import rows_without_wait
 from gridsieve.services.generation.model.language_model import LanguageModel
@@ -31,6 +32,7 @@ from gridsieve.services.generation.parallel.group import Group
 from gridsieve.services.generation.settings import GenerationSettings
 from gridsieve.services.generation.startup.adapters import load_adapters
 from gridsieve.services.generation.startup.cache_size import CudaMemory, Sizes, measure
+from gridsieve.services.generation.startup.same_bits import use_equal_sizes
 
 BLOCK_TOKENS = 16
 CPU_CACHE_TOKENS = 32768
@@ -98,6 +100,8 @@ def build(
     model = load_language_model(checkpoint, dtype, device, group, settings.quantization)
     model = replace(model, fp8_cache=settings.kv_cache_dtype == "fp8")
     load_adapters(settings.adapters, model, group)
+    if settings.deterministic:
+        model = made_deterministic(model)
     if settings.draft_model and model.reads:
         raise StartupError(f"--draft-model: a model that {checkpoint.task}s generates no tokens to draft")
     if settings.draft_model and (group is None or group.rank == 0):  # others get the tokens that it drafts
@@ -110,6 +114,8 @@ def build(
     runner = Runner(model, blocks, BLOCK_TOKENS, workers, state_slots)
     if group is None and _compiles(settings, checkpoint, model):
         runner.compile()
+    if settings.deterministic:
+        use_equal_sizes(runner, blocks, BLOCK_TOKENS, group)
     if model.device.type == "cuda":
         _capture(runner, limits.max_num_seqs, limit_tokens, group, settings.max_draft_tokens)
     return Built(runner, blocks, live_blocks, state_slots, limit_tokens, limits)
@@ -176,7 +182,7 @@ def _memory_bytes(device: torch.device, group: Group | None) -> int:
 
 
 def _compiles(settings: GenerationSettings, checkpoint: Checkpoint, model: LanguageModel) -> bool:
-    if model.device.type != "cpu" or settings.adapters:
+    if model.device.type != "cpu" or settings.adapters or settings.deterministic:
         return False
     if (is_quantised(checkpoint) and stored_format(checkpoint) is None) or has_separate_experts(model.text):
         return False

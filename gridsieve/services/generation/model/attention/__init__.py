@@ -1,6 +1,7 @@
 """Attention over the paged cache, as transformers calls it: once per layer, for the whole packed batch.
 
-`flash_infer` reads the cache's blocks in place, on CUDA with the extra `cuda`; `sdpa` gathers them, on every device.
+`flash_infer` reads the cache's blocks in place, on CUDA with the extra `cuda`; `sdpa` gathers them, on every device, as
+does `fixed_sdpa`, whose results have the same bits whatever is computed together.
 Source: `transformers.AttentionInterface`.
 """
 
@@ -15,6 +16,7 @@ from transformers import AttentionInterface
 
 from gridsieve.services.compute.kernels import avoid_cudnn
 from gridsieve.services.generation.model.attention.cache import Batch, CacheSizes, PagedCache
+from gridsieve.services.generation.model.attention.fixed_sdpa import FixedSdpaCache
 from gridsieve.services.generation.model.attention.flash_infer import FlashInferCache, find_kernels, lacking
 from gridsieve.services.generation.model.attention.running import RUNNING
 from gridsieve.services.generation.model.attention.sdpa import SdpaCache
@@ -39,7 +41,7 @@ def make_cache(sizes: CacheSizes, like: Tensor) -> PagedCache:
         )
     else:
         log.info("attention", cache="sdpa", device=str(like.device))
-    return SdpaCache(sizes, like)
+    return FixedSdpaCache(sizes, like) if sizes.fixed else SdpaCache(sizes, like)
 
 
 def _reason(sizes: CacheSizes, like: Tensor) -> str:

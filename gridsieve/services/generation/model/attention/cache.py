@@ -21,7 +21,8 @@ FP8 = torch.float8_e4m3fn
 class CacheSizes:
     """blocks: those that requests may hold. Every cache has one more, for rows that pad a batch.
 
-    fp8: keys and values are stored in e4m3 with a scale of 1, else in the model's dtype.
+    fp8: keys and values are stored in e4m3 with a scale of 1, else in the model's dtype. fixed: what is computed of a
+    row is the same to the last bit whatever is computed with it.
     """
 
     layers: int
@@ -31,6 +32,7 @@ class CacheSizes:
     kv_heads: int
     head_dim: int
     fp8: bool = False
+    fixed: bool = False
 
     def dtype(self, like: Tensor) -> torch.dtype:
         """Of stored keys and values; like: of the model's dtype."""

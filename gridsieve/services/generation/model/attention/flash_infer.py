@@ -61,8 +61,8 @@ HEAD_DIMS = (64, 128, 256)
 TILES = (16, 64, 128)
 # Kernels that plan eager steps.
 TURNS = 2
-# Of prefill: FlashInfer's own choice, and what runs on every card.
-BACKENDS = ("auto", "fa2")
+# Of prefill: FlashInfer's own choice, and what runs on every card, which alone can be told not to split contexts.
+BACKENDS, FIXED_BACKENDS = ("auto", "fa2"), ("fa2",)
 
 log = structlog.get_logger()
 
@@ -112,8 +112,12 @@ class FlashInferCache:
         """None: it reads blocks in place."""
 
     def batch(self, packed: Packed) -> FlashInferBatch:
-        kernel = next(self._turns)
-        kernel.plan(plan_blocks(packed.contexts, self.sizes.block_tokens))
+        kernel, contexts = next(self._turns), list(packed.contexts)
+        if self.sizes.fixed:
+            # Of one row each: the lengths of chunks would decide how many rows and keys the kernel takes at a time.
+            padding = len(packed.slots) - sum(each.tokens for each in contexts)
+            contexts = packed.row_contexts + [Context(0, 1, (self.sizes.padding_block,))] * padding
+        kernel.plan(plan_blocks(contexts, self.sizes.block_tokens))
         return FlashInferBatch(self, to_device(packed.slots, self.keys[0].device), kernel)
 
     def plan_decode(self, contexts: Sequence[Context], max_blocks: int, most_rows: int = 1) -> None:
@@ -151,6 +155,10 @@ class _Planned:
 
     def __init__(self, wrapper: Any, sizes: CacheSizes, like: Tensor, is_prefill: bool) -> None:
         self._wrapper, self._sizes, self._like, self._is_prefill = wrapper, sizes, like, is_prefill
+        self._prefill_options = {}
+        if is_prefill:
+            # A long context is split by what is computed together, and its parts are added up.
+            self._prefill_options = {"causal": True} | ({"disable_split_kv": True} if sizes.fixed else {})
         self._copied = torch.cuda.Event()
 
     def plan(self, blocks: BlockPlan) -> None:
@@ -169,7 +177,7 @@ class _Planned:
             sizes.kv_heads,
             sizes.head_dim,
             sizes.block_tokens,
-            **({"causal": True} if self._is_prefill else {}),
+            **self._prefill_options,
             q_data_type=self._like.dtype,
             kv_data_type=sizes.dtype(self._like),
         )
@@ -293,7 +301,7 @@ def find_kernels(sizes: CacheSizes, like: Tensor) -> Kernels | None:
     if not may_work(sizes.head_dim, like):
         return None
     num_multiprocessors = torch.cuda.get_device_properties(like.device).multi_processor_count
-    for backend in BACKENDS:
+    for backend in FIXED_BACKENDS if sizes.fixed else BACKENDS:
         try:
             library = importlib.import_module("flashinfer")
             kernels = FlashInferKernels(library, sizes, like, num_multiprocessors, backend)

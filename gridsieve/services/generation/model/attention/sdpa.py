@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gridsieve.services.compute.transfers import to_device
-from gridsieve.services.generation.model.attention.cache import FP8, CacheSizes, write
+from gridsieve.services.generation.model.attention.cache import FP8, Batch, CacheSizes, write
 from gridsieve.services.generation.request.batch import Context, Int64Array, Packed, slots_of
 
 # Below this many tokens per row, gathering all contexts for one call is cheaper than one call for each.
@@ -66,7 +66,7 @@ class SdpaCache:
         self.keys = list(like.new_zeros(shape, dtype=sizes.dtype(like)).unbind())
         self.values = list(like.new_zeros(shape, dtype=sizes.dtype(like)).unbind())
 
-    def batch(self, packed: Packed) -> SdpaBatch:
+    def batch(self, packed: Packed) -> Batch:
         views, short = list[ChunkView](), defaultdict[int, list[tuple[int, Context]]](list)
         at = packed.num_decodes
         for each in packed.contexts[packed.num_decodes :]:
@@ -99,8 +99,8 @@ class SdpaCache:
         if min(lengths) < longest:
             seen = np.arange(longest + count) < np.array(lengths)[:, None]
             seen[:, longest:] = True
-            mask = _additive(to_device(seen, device), self.dtype)[:, None, None]
-        slots = to_device(_table(self, contexts, lengths), device)
+            mask = additive(to_device(seen, device), self.dtype)[:, None, None]
+        slots = to_device(table_of(self, contexts, lengths), device)
         keys, values = (_with_room(each[0], slots, count, self.dtype) for each in (self.keys, self.values))
         return Ahead(keys, values, mask, longest)
 
@@ -152,8 +152,8 @@ class ShortChunks:
         query = query.unflatten(0, (kv_heads, -1)).unflatten(2, (sequences, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(
             query.flatten(2, 3),  # [S, kv_heads, n · query heads per KV head, head_dim]
-            _read(keys, self.slots, query.dtype),
-            _read(values, self.slots, query.dtype),
+            read_slots(keys, self.slots, query.dtype),
+            read_slots(values, self.slots, query.dtype),
             attn_mask=self.mask,
             scale=scaling,
         )
@@ -184,7 +184,7 @@ class SdpaBatch:
         for each in self.short:
             out[each.rows] = each.attend(query[:, each.rows], keys, values, scaling)
         for view in self.chunks:
-            own_keys, own_values = (_read(each, view.slots, query.dtype) for each in (keys, values))
+            own_keys, own_values = (read_slots(each, view.slots, query.dtype) for each in (keys, values))
             shared = heads // kv_heads
             if view.mask is not None and query.device.type in REPEATING_DEVICES:
                 own_keys, own_values = own_keys.repeat_interleave(shared, 1), own_values.repeat_interleave(shared, 1)
@@ -233,12 +233,12 @@ def _attend_decodes(decodes: Decodes, rows: Tensor, keys: Tensor, values: Tensor
     parts: list[tuple[Tensor, Tensor]] = []
     if decodes.runs:
         found = [
-            _attend(row[None], _read(keys, run, rows.dtype), _read(values, run, rows.dtype), None, scaling)
+            _attend(row[None], read_slots(keys, run, rows.dtype), read_slots(values, run, rows.dtype), None, scaling)
             for row, run in zip(rows, decodes.runs, strict=True)
         ]
         parts.append((torch.cat([attended for attended, _ in found]), torch.cat([log_sum for _, log_sum in found])))
     if decodes.slots is not None:
-        read = _read(keys, decodes.slots, rows.dtype), _read(values, decodes.slots, rows.dtype)
+        read = read_slots(keys, decodes.slots, rows.dtype), read_slots(values, decodes.slots, rows.dtype)
         if not parts:
             return F.scaled_dot_product_attention(rows, *read, attn_mask=decodes.mask, scale=scaling)
         parts.append(_attend(rows, *read, decodes.mask, scaling))
@@ -257,7 +257,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     return attended, log_sum
 
 
-def _read(layer: Tensor, slots: Slots, dtype: torch.dtype) -> Tensor:
+def read_slots(layer: Tensor, slots: Slots, dtype: torch.dtype) -> Tensor:
     """Reads slots of a layer's keys or values in the model's dtype: [sequences, kv_heads, context, head_dim]."""
     if isinstance(slots, slice):
         return layer[None, :, slots].to(dtype)
@@ -268,10 +268,10 @@ def _read(layer: Tensor, slots: Slots, dtype: torch.dtype) -> Tensor:
 
 
 def _with_room(layer: Tensor, slots: Tensor, room: int, dtype: torch.dtype) -> Tensor:
-    """As `_read`, with room for more tokens: [sequences, kv_heads, context + room, head_dim]."""
+    """As `read_slots`, with room for more tokens: [sequences, kv_heads, context + room, head_dim]."""
     sequences, context = slots.shape
     found = torch.empty((sequences, len(layer), context + room, layer.shape[2]), dtype=dtype, device=layer.device)
-    found[:, :, :context] = _read(layer, slots, dtype)
+    found[:, :, :context] = read_slots(layer, slots, dtype)
     return found
 
 
@@ -280,7 +280,7 @@ def _view(cache: SdpaCache, at: int, context: Context) -> ChunkView:
     mask = None
     if context.start:
         seen = torch.ones(context.tokens, context.end, dtype=torch.bool, device=cache.keys[0].device)
-        mask = _additive(seen.tril(context.start), cache.dtype)[None, None]
+        mask = additive(seen.tril(context.start), cache.dtype)[None, None]
     return ChunkView(at, at + context.tokens, _slots(cache, context), mask)
 
 
@@ -290,17 +290,20 @@ def _short(cache: SdpaCache, chunks: Sequence[tuple[int, Context]]) -> ShortChun
     tokens = np.arange(chunks[0][1].tokens)
     contexts = [each for _, each in chunks]
     starts = np.array([each.start for each in contexts])
-    table = _table(cache, contexts, [each.end for each in contexts])
+    table = table_of(cache, contexts, [each.end for each in contexts])
     seen = np.arange(table.shape[1]) <= np.add.outer(starts, np.repeat(tokens, shared))[..., None]
     rows = np.add.outer([at for at, _ in chunks], tokens).reshape(-1)
-    mask = _additive(to_device(seen, device), cache.dtype)[:, None]
+    mask = additive(to_device(seen, device), cache.dtype)[:, None]
     return ShortChunks(to_device(rows, device), to_device(table, device), mask)
 
 
-def _table(cache: SdpaCache, contexts: Sequence[Context], lengths: Sequence[int]) -> Int64Array:
-    """The slots of the first tokens of each sequence, padded with that of its first one: int64 [S, longest]."""
+def table_of(cache: SdpaCache, contexts: Sequence[Context], lengths: Sequence[int], width: int = 0) -> Int64Array:
+    """The slots of the first tokens of each sequence, padded with that of its first one: int64 [S, W].
+
+    W: the longest length, or `width` if that is more.
+    """
     size = cache.sizes.block_tokens
-    table = np.empty((len(contexts), max(lengths)), np.int64)
+    table = np.empty((len(contexts), max(*lengths, width)), np.int64)
     for row, each, length in zip(table, contexts, lengths, strict=True):
         row[:length] = slots_of(each.blocks, 0, length, size)
         row[length:] = row[0]
@@ -327,7 +330,7 @@ def _decodes(cache: SdpaCache, contexts: Sequence[Context]) -> Iterator[Decodes]
             table = np.repeat(firsts[rows, None], longest, axis=1)
             table[seen] = np.concatenate([rests[row] for row in rows])
             slots = to_device(table, device)
-            mask = _additive(to_device(seen, device), cache.dtype)[:, None, None]
+            mask = additive(to_device(seen, device), cache.dtype)[:, None, None]
         yield Decodes(
             slice(0, len(rows)) if len(rows) == len(contexts) else to_device(rows, device),
             tuple(read[row] for row in rows) if in_place else (),
@@ -378,7 +381,7 @@ def _slots(cache: SdpaCache, context: Context) -> Slots:
     return to_device(slots, cache.keys[0].device)[None]
 
 
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """An additive mask: 0 where `seen`, else the dtype's minimum. SDPA would convert a boolean mask in every layer.
 
     The minimum and not −inf: the log-sum-exp of a fully masked row stays finite, so its weight in the merge is 0.
