@@ -131,6 +131,7 @@ class _Wrapper:
         self._kernel = PlainKernel()
         self.dtypes: tuple[torch.dtype, ...] = ()
         self.blocks_read = 0  # of a wrapper for graphs, by the rows of its last plan
+        self.options: dict[str, bool] = {}
 
     def _plan(self, row_ends: Tensor, block_ends: Tensor, blocks: Tensor, last: Tensor, *dtypes: torch.dtype) -> None:
         self._kernel.plan(BlockPlan(row_ends.numpy(), block_ends.numpy(), blocks.numpy(), last.numpy()))
@@ -204,8 +205,10 @@ class FakeFlashInfer:
                 causal: bool,
                 q_data_type: torch.dtype,
                 kv_data_type: torch.dtype,
+                **options: bool,
             ) -> None:
                 assert causal
+                self.options = options
                 places = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
                 self._plan(*places, q_data_type, kv_data_type)
                 if use_cuda_graph:

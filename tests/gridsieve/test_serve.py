@@ -74,6 +74,13 @@ def test_a_malformed_address_ends_serve_with_2_in_one_line_about_its_flag(record
     assert not list(record.glob("*.arguments"))
 
 
+def test_one_flag_makes_the_services_that_compute_deterministic(record: Path) -> None:
+    with served(record, after=("--deterministic",)) as process:
+        wait_until_ready(process)
+    given = {name for name in SERVICES if "--deterministic" in (record / f"{name}.arguments").read_text()}
+    assert given == {"encoder", "generation"}
+
+
 def test_a_signal_before_serve_is_ready_ends_it_by_that_signal(record: Path) -> None:
     with served(record, "--never-ready") as process:
         for name in SERVICES:
