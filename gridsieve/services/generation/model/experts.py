@@ -108,12 +108,12 @@ def by_expert(
 ) -> Tensor:
     """As `compute_experts`, an expert after the other. The host waits for the choice.
 
-    own: experts by their numbers, which are adjacent and increasing; those of other ranks add zeros. count: of all
+    own: experts by their numbers, which are adjacent and increasing; others, of other ranks, add zeros. count: of all
     experts. fixed: an expert gets EXPERT_ROWS rows at a time, and zeros where it has fewer.
     """
     order = experts.flatten().argsort(stable=True)
     counts = torch.bincount(experts.flatten(), minlength=count).tolist()
-    first = next(iter(own))
+    first = next(iter(own), 0)
     before, counts = sum(counts[:first]), counts[first : first + len(own)]
     order = order[before : before + sum(counts)]
     parts = rows[order // experts.shape[1]].split(counts)

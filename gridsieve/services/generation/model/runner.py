@@ -210,7 +210,7 @@ class Runner:
 
     @property
     def captures(self) -> bool:
-        """Whether decode steps can be captured, as far as attention is concerned."""
+        """Whether decode steps can be captured, as far as attention and the division of steps are concerned."""
         return self._cache.captures and not self.row_sizes
 
     @torch.inference_mode()

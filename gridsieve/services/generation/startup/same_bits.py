@@ -58,7 +58,7 @@ def _logits(runner: Runner, size: int, tokens: int, others: int, block_tokens: i
     own = Context(0, tokens, range(-(-tokens // block_tokens)))
     ids = np.random.default_rng(0).integers(0, model.vocab_size, tokens)
     runner.row_sizes = (size,)
-    return runner.compute(
+    computed = runner.compute(
         Packed(
             contexts=(*[Context(0, 1, (padding,))] * others, own),
             num_decodes=others,
@@ -68,8 +68,9 @@ def _logits(runner: Runner, size: int, tokens: int, others: int, block_tokens: i
                 [np.full(others, padding * block_tokens), slots_of(own.blocks, 0, tokens, block_tokens)]
             ),
             media_rows=np.empty(0, np.int64),
-            logit_rows=np.arange(others, others + tokens),
+            logit_rows=np.arange(others + tokens),
             states=(*[StateUse(ZERO, PADDING)] * others, StateUse(ZERO, RESERVED)) if model.states else (),
         ),
         None,
     )
+    return computed[others:]
