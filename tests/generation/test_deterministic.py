@@ -37,7 +37,7 @@ from tests.tiny import BLOCK_TOKENS, Models, TinyEngine, load_models, random_ite
 
 # Dense, with levels that are added to rows; a mixture; recurrent states of both kinds, the second with a mixture.
 KINDS = ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", pytest.param("nemotron_h_omni", marks=pytest.mark.deep)]
-# Five engines, each of which is asked eight times. tight: the question is admitted beside the others, its answer is not.
+# Five engines, each asked eight times. tight: the question is admitted beside the others, its whole answer is not.
 ENGINES: list[Mapping[str, Any]] = [
     {"max_num_batched_tokens": 5, "overlap": True},
     {"max_num_batched_tokens": 512, "snapshots": 0},
