@@ -37,11 +37,12 @@ from tests.tiny import BLOCK_TOKENS, Models, TinyEngine, load_models, random_ite
 
 # Dense, with levels that are added to rows; a mixture; recurrent states of both kinds, the second with a mixture.
 KINDS = ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", pytest.param("nemotron_h_omni", marks=pytest.mark.deep)]
-# Five engines, each asked eight times. tight: the question is admitted beside the others, its whole answer is not.
+# Five engines, each asked eight times. sizes: forwards have all sizes that agree here. tight: the question is admitted
+# beside the others, its whole answer is not.
 ENGINES: list[Mapping[str, Any]] = [
     {"max_num_batched_tokens": 5, "overlap": True},
     {"max_num_batched_tokens": 512, "snapshots": 0},
-    {"max_num_batched_tokens": 16, "max_draft_tokens": 3},
+    {"max_num_batched_tokens": 16, "max_draft_tokens": 3, "sizes": True},
     {"max_num_batched_tokens": 9, "max_draft_tokens": 2, "head": True},
     {"tight": True},
 ]
@@ -76,9 +77,12 @@ def answers(models: Models, head: Any = None) -> Iterator[tuple[TinyEngine, Tens
     together = [replace(question, answers=count) for count in (1, 1, 2, 1, 3, 1)]
     for settings in ENGINES:
         named = {"blocks": 64, **settings}
+        all_sizes = named.pop("sizes", False) and models.engine.deterministic
         if named.pop("tight", False):  # three and four blocks of the others, and one more for each
             named["blocks"] = 9 + -(-question.prompt_tokens // BLOCK_TOKENS)
         engine = TinyEngine(replace(models.engine, draft=head if named.pop("head", False) else None), **named)
+        if all_sizes:
+            use_equal_sizes(engine.runner, named["blocks"], BLOCK_TOKENS)
         for others, questions in (([], [question]), ([], [question]), (others_of(models), together)):
             asked = answer(engine, [*others, *questions], arrivals=range(len(others) + len(questions)))
             for each in asked[len(others) :]:

@@ -22,7 +22,7 @@ from gridsieve.services.generation.model.separate_experts import SeparateExperts
 
 # Rows of a forward. The first number is used wherever rows have the same bits at all of its places, the others where
 # their bits are also the same as in the first. On CUDA as many as take hardly longer than one, which reads all weights.
-CPU_ROWS, CUDA_ROWS = (64, 16, 256), (128,)
+CPU_ROWS, CUDA_ROWS = (64, 1, 4, 16, 256), (128,)
 
 
 def made_deterministic(model: LanguageModel) -> LanguageModel:
