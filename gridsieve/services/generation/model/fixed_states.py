@@ -31,6 +31,8 @@ class FixedStateCache(StateCache):
 class FixedStateBatch(StateBatch):
     """chunks: of one sequence each. Rows in none of them are zeros."""
 
+    chunks: tuple[Alike, ...]
+
     def advance(
         self,
         layer: int,
