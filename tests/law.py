@@ -39,7 +39,8 @@ class Question:
     """A prompt and how it is answered.
 
     kept_seed: seed of the encoder's choice of tokens where the method is random; equal items get equal choices.
-    answers: how many; all but the first are sampled at temperature 1. adapter: name of a loaded adapter.
+    answers: how many; all but the first are sampled at temperature 1. adapter: name of a loaded adapter. yields: to
+    those that do not.
     """
 
     parts: tuple[Text | Item, ...]
@@ -47,6 +48,7 @@ class Question:
     kept_seed: int = 0
     answers: int = 1
     adapter: str | None = None
+    yields: bool = False
 
     @property
     def items(self) -> list[Item]:
@@ -137,7 +139,7 @@ def answer(
             asking = questions[number]
             drawn = [SamplingParams(asking.new_tokens, temperature=1.0, seed=n) for n in range(1, asking.answers)]
             params = SamplingParams(asking.new_tokens)
-            asked[number] = engine.ask(str(before + number), asking.parts, params, drawn, asking.adapter)
+            asked[number] = engine.ask(str(before + number), asking.parts, params, drawn, asking.adapter, asking.yields)
             for index, (media, kept) in enumerate(zip(asking.items, asking.kept, strict=True)):
                 at, waits = step + (delays.pop(0) if delays else 0), cuts.pop(0) if cuts else ()
                 for slices, wait in zip(range(1, media.t), waits, strict=False):

@@ -161,6 +161,7 @@ class TinyEngine:
     payoff: Payoff | None = None
     snapshots: int = 16  # slots of recurrent states beside those of running sequences
     live_blocks: int = 0
+    max_yielding: int | None = None
     runner: RecordingRunner = field(init=False)
     engine: Engine = field(init=False)
     totals: Counter[str] = field(init=False, default_factory=Counter)
@@ -182,6 +183,7 @@ class TinyEngine:
             StateSlots(slots, RESERVED) if slots else None,
             self.payoff,
             self.live_blocks,
+            self.max_yielding,
         )
 
     def _count(self, step: Step) -> None:
@@ -195,10 +197,12 @@ class TinyEngine:
         params: SamplingParams,
         others: Sequence[SamplingParams] = (),
         adapter: str | None = None,
+        yields: bool = False,
     ) -> Asked:
         own = self.model.adapters.find(adapter) if adapter else None
         kind = Reader if self.model.reads else Request
         asked = make_request(name, parts, params, own, self.model.vocab_size, kind)
+        asked.request.yields = yields
         for number, each in enumerate(others, 1):
             events: list[Event] = []
             words: Any = WholeWords(each.stop)

@@ -88,7 +88,7 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
     request = _message(
         generation_pb2.GenerateRequest,
         "",
-        prompt=_message(prompt_pb2.Prompt, "prompt", cache_salt=options.get("cache_salt")),
+        prompt=_message(prompt_pb2.Prompt, "prompt", **_of_prompt(options)),
         pruning=_pruning(options),
         sampling=_sampling(options, options.get("n")),
         request_id=options.get("request_id"),
@@ -108,7 +108,7 @@ def embed_request(
     messages: Sequence[Message], instruction: str | None, dimensions: int | None, options: ReadOptions
 ) -> generation_pb2.EmbedRequest:
     """Raises as `generate_request`."""
-    prompt = _message(prompt_pb2.Prompt, "prompt", cache_salt=options.get("cache_salt"))
+    prompt = _message(prompt_pb2.Prompt, "prompt", **_of_prompt(options))
     add_messages(prompt, messages)
     return _message(
         generation_pb2.EmbedRequest,
@@ -133,12 +133,17 @@ def score_request(
         query=parts[0],
         document=parts[1],
         instruction=instruction,
-        **{"cache_salt": options.get("cache_salt"), **_read_options(options)},
+        **_of_prompt(options),
+        **_read_options(options),
     )
 
 
+def _of_prompt(options: ReadOptions) -> dict[str, Any]:
+    return {"cache_salt": options.get("cache_salt"), "yields": options.get("yields")}
+
+
 def _read_options(options: ReadOptions) -> dict[str, Any]:
-    """All but the salt. Raises TypeError for an unknown option."""
+    """All but those of the prompt. Raises TypeError for an unknown option."""
     if unknown := options.keys() - ReadOptions.__annotations__.keys():
         raise TypeError(f"unknown option {min(unknown)!r}")
     same = {"request_id": options.get("request_id"), "adapter": options.get("adapter")}

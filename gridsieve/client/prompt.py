@@ -294,6 +294,7 @@ class ReadOptions(TypedDict, total=False):
     adapter: the name of a LoRA adapter that the service has loaded. Default: the checkpoint's weights.
     cache_salt: separates caches: only requests of the same salt find what was computed for this one. At most 256
         printable characters. Default: the caches that requests without a salt share.
+    yields: True for work that nobody waits for: requests of others come first. Answers are the same.
     request_id: identifies the request in logs and errors. timeout_s: seconds until DeadlinePassed is raised.
     """
 
@@ -303,6 +304,7 @@ class ReadOptions(TypedDict, total=False):
     pruning_threshold: float | None
     adapter: str | None
     cache_salt: str | None
+    yields: bool | None
     request_id: str | None
     timeout_s: float | None
 

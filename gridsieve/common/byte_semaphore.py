@@ -10,11 +10,15 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from operator import itemgetter
 from time import monotonic_ns
+
+from gridsieve.common.yielding import call_yields, join_line
 
 
 class ByteSemaphore:
-    """FIFO: a large reservation is never overtaken by smaller ones, so it cannot starve.
+    """FIFO: a large reservation is never overtaken by smaller ones, so it cannot starve. Those of calls that yield wait
+    behind the others.
 
     bytes:    [held ........][free ...]
     waiting:  [6][1][2]                  1 and 2 would fit, and still wait behind 6
@@ -23,7 +27,7 @@ class ByteSemaphore:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.held_bytes = 0
-        self._waiting: deque[tuple[asyncio.Future[None], int, int]] = deque()
+        self._waiting: deque[tuple[asyncio.Future[None], int, int, bool]] = deque()
 
     @property
     def waiting(self) -> int:
@@ -49,7 +53,7 @@ class ByteSemaphore:
         """Waits until the bytes are free, and holds them until `release`. A cancelled call holds nothing."""
         assert size_bytes <= self.size_bytes, f"{size_bytes} of {self.size_bytes} bytes would never be free"
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((admitted, size_bytes, monotonic_ns()))
+        join_line(self._waiting, (admitted, size_bytes, monotonic_ns(), call_yields()), itemgetter(3))
         self._admit()
         try:
             await admitted
@@ -71,11 +75,11 @@ class ByteSemaphore:
         self._admit()
 
     def _since_ns(self) -> list[int]:
-        return [since_ns for admitted, _, since_ns in list(self._waiting) if not admitted.done()]
+        return [since_ns for admitted, _, since_ns, _ in list(self._waiting) if not admitted.done()]
 
     def _admit(self) -> None:
         while self._waiting:
-            admitted, size_bytes, _ = self._waiting[0]
+            admitted, size_bytes, *_ = self._waiting[0]
             if not admitted.cancelled():
                 if self.held_bytes + size_bytes > self.size_bytes:
                     return

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.yielding import begin_call
 
 
 async def hold(semaphore: ByteSemaphore, size_bytes: int, turns: int, order: list[int], name: int) -> None:
@@ -40,6 +41,23 @@ def test_reservations_are_admitted_in_order_whichever_are_cancelled(requests: li
         assert semaphore.held_bytes == 0
 
     asyncio.run(run())
+
+
+async def test_calls_that_yield_wait_behind_others() -> None:
+    semaphore, order = ByteSemaphore(1), list[int]()
+
+    async def call(name: int, yields: bool) -> None:
+        begin_call(yields)
+        await asyncio.create_task(hold(semaphore, 1, 0, order, name))
+
+    calls = []
+    async with semaphore.reserved(1):
+        for name, yields in enumerate((True, True, False, True, False)):
+            calls.append(asyncio.create_task(call(name, yields)))
+            while semaphore.waiting <= name:
+                await asyncio.sleep(0)
+    await asyncio.gather(*calls)
+    assert order == [2, 4, 0, 1, 3]
 
 
 async def test_a_reservation_of_0_bytes_does_not_wait() -> None:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import Context
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gridsieve.common.contract.errors import Unavailable
+from gridsieve.common.yielding import begin_call
 from gridsieve.services.encoder.items.batcher import Batcher, ForwardTimes
 from tests.encoder.gated_tower import BUG, TIMEOUT_S, TOO_LARGE, TOO_LARGE_WITH_OTHERS, GatedTower, limit_of
 
@@ -69,6 +71,16 @@ def test_slices_are_packed_in_order_up_to_the_budget(
         encoded.result(TIMEOUT_S)
         assert (target == name).all()
     assert tower.forwards == [[0], *forwards]
+
+
+def test_slices_of_calls_that_yield_wait_behind_others(tower: GatedTower, submit: Submit) -> None:
+    jobs = Context()
+    jobs.run(begin_call, True)
+    found = [jobs.run(submit, 1, 4), jobs.run(submit, 2, 4), submit(3, 4), jobs.run(submit, 4, 2), submit(5, 4)]
+    tower.open()
+    for encoded, _ in found:
+        encoded.result(TIMEOUT_S)
+    assert tower.forwards == [[0], [3, 5], [1, 2, 4]]
 
 
 def test_a_forward_has_the_adapter_of_the_first_slice_in_the_queue(

@@ -125,6 +125,18 @@ def test_a_full_queue_refuses_until_a_request_ends(models: Models) -> None:
     tiny.ask("f", PROMPT, SamplingParams(2))
 
 
+def test_requests_that_yield_leave_places_to_others(models: Models) -> None:
+    tiny = TinyEngine(models.engine, max_num_seqs=4, max_waiting=4, max_yielding=5)
+    for name in "abcde":
+        tiny.ask(name, PROMPT, SamplingParams(2), yields=True)
+    with pytest.raises(Overloaded, match=r"5 answers are .* limit of 5 of requests that yield to others"):
+        tiny.ask("f", PROMPT, SamplingParams(2), yields=True)
+    for name in "xyz":
+        tiny.ask(name, PROMPT, SamplingParams(2))
+    tiny.drain()
+    tiny.ask("f", PROMPT, SamplingParams(2), yields=True)
+
+
 # --- cancellation and failures --------------------------------------------------------------------------------------
 
 

@@ -59,7 +59,8 @@ def assert_law_of_any_mix(models: Models, data: st.DataObject, payoff: Payoff | 
     for _ in range(data.draw(st.integers(1, 3))):
         fresh = data.draw(question(models.family))
         asking = begins_like(data, models, data.draw(st.sampled_from(questions))) if data.draw(st.booleans()) else fresh
-        questions.append(replace(asking, answers=data.draw(st.sampled_from((1, 1, 1, 2, 3)))))
+        answers, yields = data.draw(st.sampled_from((1, 1, 1, 2, 3))), data.draw(st.booleans())
+        questions.append(replace(asking, answers=answers, yields=yields))
     engine = TinyEngine(
         models.engine,
         blocks=max(each.most_blocks for each in questions) + data.draw(st.sampled_from((0, 0, 1, 2, 4, 16))),

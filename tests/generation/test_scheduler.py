@@ -32,10 +32,12 @@ class Desk:
         self.scheduler = Scheduler(memory, max_num_batched_tokens, max_num_seqs, 0, PromptLookup())
         self.arrivals = 0
 
-    def add(self, prompt_tokens: int, new_tokens: int, *, video: bool = False) -> Request:
+    def add(self, prompt_tokens: int, new_tokens: int, *, video: bool = False, yields: bool = False) -> Request:
         # Prompts share no prefix: `test_prefixes.py` tests sharing.
         parts = [Text((9 + self.arrivals,) * prompt_tokens), *([VIDEO, Text((8,))] if video else [])]
-        return self._add(make_request(str(self.arrivals), parts, SamplingParams(new_tokens)).request)
+        request = make_request(str(self.arrivals), parts, SamplingParams(new_tokens)).request
+        request.yields = yields
+        return self._add(request)
 
     def ask(self, session: Session, tokens: int, new_tokens: int) -> Request:
         segment = Segment(np.full(tokens, 9, np.int32), np.zeros((3, tokens), np.int32), tokens, transient=True)
@@ -43,7 +45,7 @@ class Desk:
         return self._add(Request(session.id, prompt, (), wish, None, lambda _: None, holding=session.borrowed()))
 
     def _add(self, request: Request) -> Request:
-        request.arrival = self.arrivals
+        request.arrival = (request.yields, self.arrivals)
         self.arrivals += 1
         self.scheduler.enqueue(request, ())
         return request
@@ -72,6 +74,31 @@ def test_decodes_come_before_prefill_and_older_prompts_before_newer_ones() -> No
     assert [(w.request, w.start, w.end) for w in desk.step()] == [(first, 5, 6), (second, 0, 9)]
     assert [(w.request, w.start, w.end) for w in desk.step()] == [(first, 6, 7), (second, 9, 18)]
     assert [(w.request, w.start, w.end) for w in desk.step()] == [(first, 7, 8), (second, 18, 21), (third, 0, 6)]
+
+
+def test_requests_that_yield_give_up_places_and_wait_behind_others() -> None:
+    desk = Desk(max_num_seqs=2)
+    first, second, third = (desk.add(4, 20, yields=True) for _ in range(3))
+    desk.step()
+    assert desk.scheduler.running == [first, second]
+    question, other = desk.add(4, 2), desk.add(4, 9)
+    assert [w.request for w in desk.step()] == [question, first]
+    assert desk.scheduler.waiting == [other, second, third]
+    assert [w.request for w in desk.step()] == [question, other]
+    assert desk.scheduler.waiting == [first, second, third]
+    assert [w.request for w in desk.step()] == [other, first]
+    while desk.step():
+        pass
+    assert [len(each.output_ids) for each in (first, second, third, question, other)] == [20, 20, 20, 2, 9]
+
+
+def test_requests_that_yield_give_up_blocks_that_a_prompt_needs() -> None:
+    desk = Desk(blocks=8, max_num_batched_tokens=64, max_num_seqs=4)
+    job = desk.add(16, 9, yields=True)
+    desk.step()
+    question = desk.add(20, 2)
+    assert [w.request for w in desk.step()] == [question]
+    assert (job.status, desk.scheduler.preemptions) == (Status.WAITING, 1)
 
 
 def test_text_before_a_late_video_is_prefilled_from_the_spare_budget() -> None:

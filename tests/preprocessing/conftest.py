@@ -65,7 +65,7 @@ async def queue(
     monkeypatch.setattr(worker_pool, "_STOP_S", PATIENT_S)
     descriptors = open_descriptors()
     yield queue
-    await until(lambda: queue.workers._idle.qsize() == queue.workers.size)
+    await until(lambda: len(queue.workers._idle) == queue.workers.size)
     assert (queue.jobs, queue.inflight.held_bytes, queue.workers.busy, queue.workers.waiting) == (0, 0, 0, 0)
     await until(lambda: open_descriptors() <= descriptors)
     assert replaced == []

@@ -60,7 +60,7 @@ class Queues:
 
     @property
     def idle(self) -> bool:
-        return all(each.workers._idle.qsize() == each.workers.size for each in (self.reading, self.decoding))
+        return all(len(each.workers._idle) == each.workers.size for each in (self.reading, self.decoding))
 
 
 @asynccontextmanager

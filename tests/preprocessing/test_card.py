@@ -148,7 +148,7 @@ async def test_workers_with_a_card_make_the_same_slices(monkeypatch: pytest.Monk
             assert (seen.values["connect"], seen.values["signal"]) == ("EACCES", "EPERM")
         of_worker, _ = await queue.call(Ask("lose"))
         assert of_worker.values["on_card"] > 0
-        await until(lambda: queue.workers._idle.qsize() == 2)
+        await until(lambda: len(queue.workers._idle) == 2)
         assert replaced == [Fault.CRASHED]
 
 

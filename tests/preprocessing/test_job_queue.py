@@ -10,6 +10,7 @@ from time import monotonic_ns
 import pytest
 
 from gridsieve.common.contract.errors import MediaRejected, StartupError, Unavailable
+from gridsieve.common.yielding import begin_call
 from gridsieve.services.preprocessing.rpc.planning_threads import PlanningThreads
 from gridsieve.services.preprocessing.workers.job_queue import InFlightBudget, JobQueue, Share
 from gridsieve.services.preprocessing.workers.media_reader import MediaReader, indexes
@@ -79,6 +80,22 @@ async def test_a_slow_reader_lends_its_worker_to_waiting_jobs_and_continues_late
         assert pieces_made(await asyncio.wait_for(read(queue, counting(30)), 20)) == list(range(30))
         made += [each async for each in slow]
     assert pieces_made(made) == list(range(12))
+
+
+async def test_jobs_of_calls_that_yield_give_their_workers_to_others_and_continue(queue: JobQueue) -> None:
+    order: list[str] = []
+
+    async def call(name: str, pieces: int, yields: bool) -> None:
+        begin_call(yields)
+        assert pieces_made(await read(queue, counting(pieces, piece_s=0.02))) == list(range(pieces))
+        order.append(name)
+
+    async with asyncio.TaskGroup() as calls:
+        for number in range(queue.workers.size + 2):
+            calls.create_task(call(f"job {number}", 20, True))
+        await until(lambda: queue.workers.waiting == 2)
+        calls.create_task(call("question", 2, False))
+    assert order[0] == "question"
 
 
 async def test_a_reader_that_leaves_frees_its_worker_at_the_next_piece(queue: JobQueue) -> None:

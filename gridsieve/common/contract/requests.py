@@ -131,7 +131,10 @@ def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[byt
             raise InvalidRequest("announces files that would follow", field=field, remedy="send `frames.pictures`")
     files = []
     without = prompt_pb2.Prompt(
-        tools=prompt.tools, template_options=prompt.template_options, cache_salt=prompt.cache_salt
+        tools=prompt.tools,
+        template_options=prompt.template_options,
+        cache_salt=prompt.cache_salt,
+        yields=prompt.yields,
     )
     for message in prompt.messages:
         copy = without.messages.add(

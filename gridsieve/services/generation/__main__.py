@@ -103,6 +103,8 @@ async def main() -> ExitStatus:
             states=StateSlots(built.state_slots, RESERVED) if built.state_slots else None,
             payoff=Payoff(Room() if model.draft else PromptLookup()) if settings.max_draft_tokens else None,
             live_blocks=built.live_blocks,
+            # Enough that a place which becomes free is taken at once.
+            max_yielding=built.limits.max_num_seqs * 5 // 4 + 1,
         )
         media_buffer = ByteSemaphore(settings.media_buffer_bytes)
         begin("generation", "Generate", checkpoint, settings.served_model_name, name_of(model.dtype), str(model.device))

@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 from time import monotonic_ns
 from typing import TypeAlias
 
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from gridsieve.common.contract.errors import Unavailable
 from gridsieve.common.telemetry.metrics import busy
+from gridsieve.common.yielding import call_yields, join_line
 from gridsieve.services.compute.transfers import Computed
 from gridsieve.services.encoder.metrics import BATCH_SLICES, BATCH_TOKENS
 from gridsieve.services.encoder.tower.graph_buckets import NOTHING, PackingLimit, Size, excess, fitting
@@ -54,13 +56,14 @@ class ForwardTimes:
 @dataclass(frozen=True, slots=True, eq=False)
 class _QueuedSlice:
     """frames: of one slice. target: on the device that the embeddings are for. store: receives them, (1 + levels,
-    tokens, D). adapter: digest of the one that it is encoded with; empty: none."""
+    tokens, D). adapter: digest of the one that it is encoded with; empty: none. yields: to slices that do not."""
 
     frames: Frames
     target: Tensor
     store: Callable[[Tensor], object]
     size: Size
     adapter: bytes = b""
+    yields: bool = False
     encoded: Future[ForwardTimes] = field(default_factory=Future)
     queued_ns: int = field(default_factory=monotonic_ns)
 
@@ -128,7 +131,8 @@ class Batcher:
         store: Callable[[Tensor], object] | None = None,
         adapter: bytes = b"",
     ) -> Future[ForwardTimes]:
-        """Queues a slice; the future completes once `target` holds its embeddings, or with the forward's error.
+        """Queues a slice, behind others if the running call yields to them. The future completes once `target` holds
+        its embeddings, or with the forward's error.
 
         store: puts the tower's tokens of the slice there, in the tower's thread; None: as they are. adapter: digest of
         the one that it is encoded with; empty: none.
@@ -136,13 +140,14 @@ class Batcher:
         Cancelling the future before its forward starts removes the slice from the queue.
         Raises Unavailable once it is not `alive`.
         """
-        added = _QueuedSlice(frames, target, store or target.copy_, self.packing.size_of(frames), adapter)
+        size = self.packing.size_of(frames)
+        added = _QueuedSlice(frames, target, store or target.copy_, size, adapter, call_yields())
         # A method, not a closure over the slice: the cycle would keep its target alive until the collector runs.
         added.encoded.add_done_callback(self._withdraw)
         with self._changed:
             if self._closing:
                 raise self._ended or _tower_ended()
-            self._queue.append(added)
+            join_line(self._queue, added, attrgetter("yields"))
             self._changed.notify()
         return added.encoded
 

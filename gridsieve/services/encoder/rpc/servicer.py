@@ -28,6 +28,7 @@ from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.common.handover import Receiver, sender_to
 from gridsieve.common.security.credentials import NO_CREDENTIALS, Credentials
 from gridsieve.common.serving.interceptors import passed_on
+from gridsieve.common.yielding import begin_call
 from gridsieve.services.encoder.items.cache import EmbedsCache
 from gridsieve.services.encoder.items.item import Item
 from gridsieve.services.encoder.rpc.messages import BroughtEmbeds, adapter_of, checked_prunings, take_embeds
@@ -90,6 +91,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         if first is None or not first.HasField("prompt"):
             raise InvalidRequest("the first request of a stream must be a prompt")
         check_prompt(first.prompt.prompt, self._max_inline_bytes)
+        begin_call(first.prompt.prompt.yields)
         prunings, adapter = checked_prunings(first.prompt, self._tower), adapter_of(first, self._tower)
         brought = await asyncio.to_thread(take_embeds, first.prompt.prompt, self._tower)
         call = self._preprocessing.Preprocess(**options)

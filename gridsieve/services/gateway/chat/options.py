@@ -50,6 +50,7 @@ def options_of(request: ChatRequest) -> tuple[Options, dict[str, str]]:
     options["max_thinking_tokens"] = other if thinking is None else thinking
     if thinking is None:
         names["max_thinking_tokens"] = "thinking_token_budget"
+    options["yields"] = request.service_tier == "flex"
     if request.seed != -1:  # vLLM's spelling of "any"
         options["seed"] = request.seed
     if request.logit_bias:

@@ -340,6 +340,7 @@ class ChatRequest(MediaOptions):
     max_thinking_tokens: Whole | None = None
     thinking_token_budget: Whole | None = None
     cache_salt: str | None = None
+    service_tier: Literal["auto", "default", "flex"] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -358,7 +359,6 @@ class ChatRequest(MediaOptions):
     audio: Nothing = None
     prediction: Nothing = None
     web_search_options: Nothing = None
-    service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
     skip_special_tokens: Literal[True] | None = None
     add_generation_prompt: Literal[True] | None = None

@@ -21,6 +21,7 @@ def options_of(request: ResponsesRequest) -> Options:
         parallel_tool_calls=request.parallel_tool_calls,
         template_options=template_options_of(request.chat_template_kwargs),
         cache_salt=request.cache_salt,
+        yields=request.service_tier == "flex",
     )
     set_tools(options, request.tools or (), request.tool_choice, "tool_choice")
     if options["tool_choice"] not in (None, "auto", "none"):

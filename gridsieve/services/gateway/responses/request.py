@@ -210,13 +210,13 @@ class ResponsesRequest(MediaOptions):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
+    service_tier: Literal["auto", "default", "flex"] | None = None
 
     # Those without effect, or at the value that has none.
     reasoning: Reasoning | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     stream_options: StreamOptions | None = None
-    service_tier: Literal["auto", "default"] | None = None
     truncation: Literal["disabled"] | None = None
 
     conversation: Any = None

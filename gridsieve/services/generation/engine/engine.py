@@ -55,6 +55,7 @@ class Engine:
     states: slots of recurrent states, at least 2 · max_num_seqs; None for models without any.
     payoff: decides which steps have drafts, and of which requests; None: all that have any.
     live_blocks: the most that leases may have; other requests never count on them.
+    max_yielding: beside how many requests, running and waiting, one that yields is accepted; None: as any other.
     on_step: called in the engine's thread after each step.
     on_end: called in the engine's thread if it ends without `stop`.
     """
@@ -73,12 +74,14 @@ class Engine:
         states: StateSlots | None = None,
         payoff: Payoff | None = None,
         live_blocks: int = 0,
+        max_yielding: int | None = None,
     ) -> None:
         self._model = runner.model
         drafts: Drafts = payoff or (Room() if runner.drafter else PromptLookup())
         self._memory = Memory(allocator, max_num_seqs, states, live_blocks)
         self._scheduler = Scheduler(self._memory, max_num_batched_tokens, max_num_seqs, max_draft_tokens, drafts)
         self._max_requests = max_num_seqs + max_waiting
+        self._max_yielding = min(self._max_requests, max_yielding or self._max_requests)
         self._encoded_media = EncodedMediaCache(max_last_rows=allocator.block_tokens - 1)
         self._commands: SimpleQueue[tuple[Request | None, Callable[[], None]]] = SimpleQueue()
         self._promises: dict[Lease | Request, Future[None]] = {}  # of leases to open, and requests to interrupt
@@ -143,13 +146,14 @@ class Engine:
                 raise InvalidRequest(field="sampling.n", limit=limit, value=len(answers))
             in_flight = sum(each.holding.grows for each in self._scheduler.requests())
             added = sum(each.holding.grows for each in answers)
-            if in_flight + added > self._max_requests:
+            most = max(added, self._max_yielding) if request.yields else self._max_requests
+            if in_flight + added > most:
+                which = " of requests that yield to others" if request.yields else ""
                 raise Overloaded(
-                    f"{in_flight} answers are running or waiting, {added} more would exceed the limit of "
-                    f"{self._max_requests}"
+                    f"{in_flight} answers are running or waiting, {added} more would exceed the limit of {most}{which}"
                 )
             for each in answers:
-                each.arrival = next(self._arrivals)
+                each.arrival = (each.yields, next(self._arrivals))
             known = map(self._encoded_media.lookup, request.media_keys)
             self._scheduler.enqueue(request, [encoded for encoded in takewhile(bool, known) if encoded])
         self._wake()

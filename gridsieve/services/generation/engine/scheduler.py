@@ -16,6 +16,9 @@ again, together with new draft tokens.
 A lease waits for blocks that running requests leave, as a prompt does, and gets them before the prompts that wait. A
 request that borrows them needs no others, and is never preempted.
 
+Requests that yield count as newer than all that do not. A running one gives up its place, too, if one that does not
+yield waits for it.
+
 A prompt is admitted only if it fits beside what running requests still have to prefill, so only growing answers cause
 preemption. The scheduler is policy: `Memory` changes what a request holds. It knows neither the model nor torch.
 Sources: continuous batching, Orca (OSDI 2022); chunked prefill, Sarathi-Serve, arXiv 2403.02310.
@@ -181,6 +184,7 @@ class Scheduler:
     # --- assigning tokens --------------------------------------------------------------------------------------
 
     def _assign_tokens(self) -> list[Chunk]:
+        self._make_way()
         budget = self._max_num_batched_tokens
         chunks: list[Chunk] = []
         decodes, prefills = self._running()
@@ -233,6 +237,13 @@ class Scheduler:
         missing = request.tokens - computed
         return missing == 1 or (computed >= request.prompt.tokens and missing <= 1 + self._max_draft_tokens)
 
+    def _make_way(self) -> None:
+        """Running requests that yield give up their places, if the oldest that waits needs them and does not yield."""
+        while self.waiting and self.running and self.running[-1].yields and not self.waiting[0].yields:
+            if self.waiting[0].num_unread or self._has_room(self.waiting[0]):
+                return
+            self._preempt(self.running[-1])
+
     def _admit(self) -> Request | None:
         """Moves the oldest waiting request to the running ones, if its blocks fit; else the oldest that takes none."""
         if not self.waiting or len(self.running) == self._max_num_seqs:
@@ -240,11 +251,7 @@ class Scheduler:
         request = self.waiting[0]
         if request.num_unread:  # preempted while its token is computed, which may be its last
             return None
-        self.memory.reuse(request)
-        left = self.memory.left(self.running, (*self.waiting[1:], *self.awaiting_media))
-        left -= sum(each.num_blocks for each in self.opening)
-        growing = any(each.holding.grows for each in self.running)
-        if growing and request.holding.grows and self.memory.missing(request, request.tokens) > left:
+        if not self._has_room(request):
             # What takes no blocks takes none from the oldest request, which is asked first each time.
             leased = (each for each in self.waiting if not each.holding.grows and not each.num_unread)
             if (found := next(leased, None)) is None:
@@ -253,6 +260,16 @@ class Scheduler:
         self.waiting.remove(request)
         self._enter(request, Status.RUNNING)
         return request
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether the oldest waiting request may run beside those that do."""
+        if len(self.running) == self._max_num_seqs:
+            return False
+        self.memory.reuse(request)
+        left = self.memory.left(self.running, (*self.waiting[1:], *self.awaiting_media))
+        left -= sum(each.num_blocks for each in self.opening)
+        growing = any(each.holding.grows for each in self.running)
+        return not (growing and request.holding.grows and self.memory.missing(request, request.tokens) > left)
 
     def _enter(self, request: Request, status: Status) -> None:
         request.move_to(status)

@@ -140,6 +140,7 @@ class Request:
     adapter: None to compute with the model alone.
     cache_salt: sequences of other salts share no blocks with it; empty: none.
     holding: what it holds in memory, which `Memory` alone changes; None: nothing yet, and blocks of its own later.
+    yields: to requests that do not.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class Request:
         adapter: Adapter | None = None,
         cache_salt: str = "",
         holding: Holding | None = None,
+        yields: bool = False,
     ) -> None:
         self.id = id
         self.adapter = adapter
@@ -171,7 +173,9 @@ class Request:
         self.num_unread = 0  # tokens after `output_ids` that the device samples and the host has not read
         self.status = Status.NEW
         self.since_ns = 0  # when it got its status, on the monotonic clock
-        self.arrival = -1  # assigned by the engine in the order of submission
+        self.yields = yields
+        # The order in which requests are served; assigned by the engine: of submission, after those that do not yield.
+        self.arrival = (yields, -1)
         self.holding = holding or Holding(_root(adapter, cache_salt))
         self.draft_tokens = self.accepted_draft_tokens = 0
         self.accepted_per_step: float | None = None  # a moving average of the steps in which it had draft tokens
@@ -226,7 +230,8 @@ class Request:
     ) -> Request:
         """Adds another answer to the same prompt. It starts when this request has prefilled the prompt."""
         sibling = Request(
-            id, self.prompt, self.media_keys, sampling, detokenizer, on_event, self.adapter, self.cache_salt
+            *(id, self.prompt, self.media_keys, sampling, detokenizer, on_event, self.adapter, self.cache_salt),
+            yields=self.yields,
         )
         sibling.encoded_media, sibling.embeds = self.encoded_media, self.embeds
         self.siblings.append(sibling)

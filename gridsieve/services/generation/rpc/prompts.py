@@ -64,7 +64,7 @@ def embed_prompt(request: generation_pb2.EmbedRequest, reading: Reading) -> tupl
 
 def score_prompt(request: generation_pb2.ScoreRequest, reading: Reading) -> tuple[prompt_pb2.Prompt, NameOf]:
     """Raises InvalidRequest for a query or a document without parts."""
-    prompt = prompt_pb2.Prompt(cache_salt=request.cache_salt)
+    prompt = prompt_pb2.Prompt(cache_salt=request.cache_salt, yields=request.yields)
     instruction = request.instruction if request.HasField("instruction") else reading.instruction
     _add(prompt, prompt_pb2.ROLE_SYSTEM, reading.system)
     user = _add(prompt, prompt_pb2.ROLE_USER, f"<Instruct>: {instruction}")

@@ -24,6 +24,7 @@ from gridsieve.common.security.quotas import charge_of_request
 from gridsieve.common.serving.interceptors import passed_on
 from gridsieve.common.serving.observed import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
 from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.common.yielding import begin_call
 from gridsieve.services.generation.answers.events import Events, Inbox
 from gridsieve.services.generation.answers.messages import response_of, sampling_request
 from gridsieve.services.generation.answers.moments import ToldMoments
@@ -109,7 +110,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         call = passed_on(context, self._credentials)
         pruning = model.completed(request.pruning)
         opening = self._media.open(request.prompt, pruning, clock, adapter, **call)
-        salt = request.prompt.cache_salt
+        salt, yields = request.prompt.cache_salt, request.prompt.yields
+        begin_call(yields)
         del request  # files may be large; the session drops them once all encoded media have arrived
         async with opening as session:
             plan, prunings, num_kept = session.plan, session.prunings, session.num_kept
@@ -123,7 +125,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             prompt = PrunedPrompt(plan, num_kept, model.defaults.vocab_size, bounded=session.bounded)
             listener = events.listener
             finder = model.stop_finder(first)
-            question = Request(request_id, prompt, session.media_keys, first, finder, listener(0), adapter, salt)
+            keys = session.media_keys
+            question = Request(request_id, prompt, keys, first, finder, listener(0), adapter, salt, yields=yields)
             for index, each in enumerate(others, 1):
                 question.add_sibling(f"{request_id}#{index}", each, model.stop_finder(each), listener(index))
             answers = (question, *question.siblings)
@@ -196,7 +199,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         adapter = self._model.adapters.find(request.adapter) if request.HasField("adapter") else None
         call, pruning = passed_on(context, self._credentials), self._model.completed(request.pruning)
         opening = self._media.open(prompt, pruning, clock, adapter, **call)
-        return self._row(opening, name_of, clock, request_id, adapter, prompt.cache_salt)
+        begin_call(prompt.yields)
+        return self._row(opening, name_of, clock, request_id, adapter, prompt.cache_salt, prompt.yields)
 
     async def _row(
         self,
@@ -206,6 +210,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request_id: str,
         adapter: Adapter | None,
         salt: str,
+        yields: bool,
     ) -> tuple[Float32Array, generation_pb2.Usage]:
         """What the model reads of a prompt, float32 [W]."""
         with in_words(name_of):
@@ -214,8 +219,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 self._model.limit.answer_tokens(plan, session.prunings, num_kept, 0)
                 usage, events = usage_message(plan, session.prunings, num_kept), Events(self._inbox, 1)
                 pruned = PrunedPrompt(plan, num_kept, self._model.defaults.vocab_size, bounded=session.bounded)
-                listener = events.listener(0)
-                reader = Reader(request_id, pruned, session.media_keys, ONE_ROW, None, listener, adapter, salt)
+                keys, listener = session.media_keys, events.listener(0)
+                reader = Reader(request_id, pruned, keys, ONE_ROW, None, listener, adapter, salt, yields=yields)
                 async with self._submitted(session, (reader,), usage, events, clock):
                     row = await row_of(reader, events, clock)
                     usage.cached_prompt_tokens = reader.cached_tokens

@@ -26,6 +26,7 @@ from gridsieve.common.response_queue import ResponseQueue
 from gridsieve.common.telemetry.logs import add_request_stats
 from gridsieve.common.telemetry.metrics import STAGE_BUSY_SECONDS, busy
 from gridsieve.common.telemetry.tracing import span
+from gridsieve.common.yielding import begin_call
 from gridsieve.services.preprocessing.conversation import Conversation
 from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
 from gridsieve.services.preprocessing.planner import PlannedPrompt, Planner, Readers
@@ -94,6 +95,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         first = await anext(requests, None)
         parsed = await self._parse(first)
         assert first is not None
+        begin_call(first.prompt.yields)
         with ExitStack() as received:
             conversation, fetched_ns = await self._fetch(await _receive(requests, first.prompt, parsed, received))
             received.pop_all()  # from here on the plan owns the files

@@ -21,6 +21,7 @@ import numpy as np
 
 from gridsieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract, Unavailable
 from gridsieve.common.sealed_memory import SealedMemory, sealed
+from gridsieve.common.yielding import call_yields
 from gridsieve.services.preprocessing.sources.source import resource_errors_as_overloaded
 from gridsieve.services.preprocessing.workers.jobs import Job
 from gridsieve.services.preprocessing.workers.limits import Limits
@@ -168,7 +169,8 @@ class JobQueue:
         """The job's pieces in order, made as far ahead of the reader as the in-flight budget allows.
 
         A piece counts as read when the next one is asked for. Leaving the block stops the job.
-        gives_way: whether it gives its worker to another job that waits for one. piece_bytes: of the in-flight budget
+        gives_way: whether it gives its worker to another job that waits for one, as it does if the running call yields
+        to others. piece_bytes: of the in-flight budget
         for each piece; None: those of the job.
         Raises MediaRejected if the media exceed the limits or crash their worker, Overloaded where the machine is out
         of descriptors or memory, Unavailable if the service is stopping, PeerContract if the worker breaks the
@@ -178,7 +180,7 @@ class JobQueue:
             raise _stopping()
         work_s = self._limits.work_s(job.frames)
         share = self.inflight.share(job.piece_bytes if piece_bytes is None else piece_bytes)
-        run = _RunningJob(job, gives_way, share, work_s, round(work_s / PROGRESS_S) + job.pieces)
+        run = _RunningJob(job, gives_way or call_yields(), share, work_s, round(work_s / PROGRESS_S) + job.pieces)
         task = self._making.start(self._make(run))
         # A callback rather than `finally` in the task: a task that is cancelled before its first step runs no code.
         task.add_done_callback(lambda made: run.made.put_nowait(_stopping()) if made.cancelled() else None)

@@ -6,14 +6,18 @@ It knows nothing of jobs: `job_queue` decides what a borrowed worker does.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from operator import attrgetter
 from time import monotonic_ns
 from typing import Self
 
 import structlog
 
 from gridsieve.common.contract.errors import MediaRejected, PeerContract, StartupError
+from gridsieve.common.yielding import call_yields, join_line
 from gridsieve.services.preprocessing.workers.limits import Limits, Mechanism
 from gridsieve.services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
 from gridsieve.services.preprocessing.workers.protocol import Kind
@@ -48,6 +52,14 @@ class BackgroundTasks:
             await asyncio.wait(self._tasks)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wait:
+    """Of a job for a worker."""
+
+    lent: asyncio.Future[WorkerProcess]
+    yields: bool
+
+
 class WorkerPool:
     """`size` workers, started on entering and killed on leaving. Entering raises StartupError if one does not start."""
 
@@ -59,7 +71,8 @@ class WorkerPool:
         self._entry = entry
         self._workers: set[WorkerProcess] = set()
         self._missing: set[WorkerProcess] = set()  # ended workers whose replacement does not start
-        self._idle: asyncio.Queue[WorkerProcess] = asyncio.Queue()
+        self._idle: deque[WorkerProcess] = deque()
+        self._line: deque[_Wait] = deque()  # empty while workers are idle
         self.busy = 0  # workers that are lent
         self.confined_by = frozenset(map(str, Mechanism))  # what confines every worker
         self._waiting: dict[object, int] = {}  # monotonic start of each wait, the oldest first
@@ -129,12 +142,34 @@ class WorkerPool:
             self.pressing.add(place)
         on_waiting()
         try:
-            while not (worker := await self._idle.get()).alive:
+            while not (worker := await self._lent()).alive:
                 self._background.start(self._replace(worker, Fault.CRASHED))
         finally:
             del self._waiting[place]
             self.pressing.discard(place)
         return worker
+
+    async def _lent(self) -> WorkerProcess:
+        """The next idle worker. Calls that yield wait behind the others."""
+        if self._idle:
+            return self._idle.popleft()
+        wait = _Wait(asyncio.get_running_loop().create_future(), call_yields())
+        join_line(self._line, wait, attrgetter("yields"))
+        try:
+            return await wait.lent
+        except asyncio.CancelledError:
+            if not wait.lent.cancelled():  # lent and cancelled in the same iteration of the loop
+                self._lend(wait.lent.result())
+            raise
+
+    def _lend(self, worker: WorkerProcess) -> None:
+        """Lends an idle worker to the first that waits."""
+        while self._line:
+            wait = self._line.popleft()
+            if not wait.lent.done():
+                wait.lent.set_result(worker)
+                return
+        self._idle.append(worker)
 
     async def _settle(self, worker: WorkerProcess) -> None:
         """Stops the worker's job, if it still has one, and marks the worker idle."""
@@ -150,7 +185,7 @@ class WorkerPool:
         except PeerContract:
             await self._replace(worker, Fault.CONTRACT)
         else:
-            self._idle.put_nowait(worker)
+            self._lend(worker)
 
     async def _replace(self, worker: WorkerProcess, fault: Fault) -> None:
         self._on_replaced(fault)
@@ -174,7 +209,7 @@ class WorkerPool:
         except (WorkerFault, PeerContract, StartupError):
             await self._end(worker)
             raise
-        self._idle.put_nowait(worker)
+        self._lend(worker)
 
     async def _end(self, worker: WorkerProcess) -> None:
         await worker.end()
