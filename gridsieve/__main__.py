@@ -1,4 +1,4 @@
-"""The `gridsieve` command: serve, models, settings, ask, chat, live, watch, inspect, bench.
+"""The `gridsieve` command: serve, models, settings, ask, chat, batch, live, watch, inspect, bench.
 
 Completions and JSON are printed to stdout, everything else to stderr. Exit status: 0; 1 for an error, reported as one
 line that begins with its reason; 2 for wrong usage; 130 after Ctrl-C. `serve` and `watch` have statuses of their own.
@@ -34,6 +34,10 @@ COMMANDS = {
     "chat": (
         "gridsieve.cli.chat",
         "Talk about videos and images: the model sees the earlier questions and answers, too.",
+    ),
+    "batch": (
+        "gridsieve.cli.batch",
+        "Ask many questions, such as one about each clip of a folder; a run that was interrupted continues.",
     ),
     "live": (
         "gridsieve.cli.live",
