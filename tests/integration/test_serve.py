@@ -144,6 +144,7 @@ def test_the_examples_print_what_they_promise(serving: Serving, tmp_path: Path) 
     by_clip = {each["clip"]: each for each in map(json.loads, lines)}
     assert by_clip["a.mp4"]["answer"] == QUESTION.answer
     assert by_clip["b.mp4"]["error"] == "MEDIA_REJECTED"
+    assert f"clip.mp4: {QUESTION.answer}" in serving.run("batches.py", CLIP.parent, QUESTION.text).splitlines()
     moments = [json.loads(line) for line in serving.run("vectors.py", CLIP).splitlines()]
     assert [each["time_s"] for each in moments] == sorted(each["time_s"] for each in moments)
     assert np.allclose([np.linalg.norm(each["vector"]) for each in moments], 1)

@@ -26,6 +26,7 @@ from gridsieve.common.telemetry.logs import configure_logging
 from gridsieve.common.telemetry.metrics import BUILD_INFO, begin_method
 from gridsieve.common.telemetry.otlp import export_spans
 from gridsieve.services.gateway.app import routes, with_cors
+from gridsieve.services.gateway.batches.endpoint import Batches
 from gridsieve.services.gateway.files import Files, Limits
 from gridsieve.services.gateway.http.origins import Origins
 from gridsieve.services.gateway.http.request_guard import METHODS, RequestGuard
@@ -91,7 +92,9 @@ async def main() -> ExitStatus:
         live = Generation(channel, credentials.metadata)
         realtime, watch = Realtime(live, models), Watch(live, models, questions.body_limit)
         vectors = Vectors(client, models, files, questions.body_limit)
-        app = routes(questions, models, files, kept, realtime, watch, vectors, is_well, tokens)
+        body_bytes = questions.body_limit.size_bytes
+        batches = Batches(files, body_bytes, settings.upload_max_bytes, settings.upload_expires_s)
+        app = routes(questions, models, files, kept, realtime, watch, vectors, batches, is_well, tokens)
         guard = RequestGuard(app, Origins(origins, settings.listen), quotas, tokens, credentials.token is None)
         status = await serve(with_cors(guard, origins), guard.drain, settings)
         expiring.cancel()

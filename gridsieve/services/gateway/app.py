@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gridsieve.common.security.tokens import AUTHORIZATION_KEY, Tokens
 from gridsieve.common.telemetry.callers import FAMILIES
 from gridsieve.services.gateway import openapi
+from gridsieve.services.gateway.batches.endpoint import Batches
 from gridsieve.services.gateway.chat import endpoint as chat
 from gridsieve.services.gateway.files import Files
 from gridsieve.services.gateway.kept import Kept
@@ -40,6 +41,7 @@ def routes(
     realtime: Realtime,
     watch: Watch,
     vectors: Vectors,
+    batches: Batches,
     is_well: Callable[[], Awaitable[bool]],
     tokens: Tokens | None,
 ) -> Router:
@@ -80,6 +82,10 @@ def routes(
         Route("/v1/models/{model:path}", models.endpoint),
         Route("/v1/files", files.endpoint, methods=["GET", "POST"]),
         Route("/v1/files/{file_id}", files.file_endpoint, methods=["GET", "DELETE"]),
+        Route("/v1/files/{file_id}/content", files.content_endpoint),
+        Route("/v1/batches", batches.endpoint, methods=["GET", "POST"]),
+        Route("/v1/batches/{batch_id}", batches.batch_endpoint),
+        Route("/v1/batches/{batch_id}/cancel", batches.cancel_endpoint, methods=["POST"]),
         Route("/v1/gridsieve/kept", kept.endpoint, methods=["POST"]),
         Route("/v1/gridsieve/live", watch.endpoint, methods=["POST"]),
         Route("/health", health),

@@ -5,7 +5,8 @@
         <sha256 of the file>                     what preprocessing reads, below its own --upload-root
         <sha256 of the file>.json                name, purpose; its time of change begins the file's lifetime
 
-All replicas of the gateway may share the folder. Source of the objects: OpenAI's API reference, "files".
+The outputs of batches are files, too. All replicas of the gateway may share the folder. Source of the objects: OpenAI's
+API reference, "files".
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -28,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 
 from gridsieve.common.contract.errors import InvalidRequest, Overloaded
 from gridsieve.common.contract.uploads import upload_url
@@ -44,6 +45,8 @@ _FORM_BYTES = 2**16
 Uploads: TypeAlias = Callable[[str], str]
 """The URL of a caller's file for preprocessing, by its id. Raises InvalidRequest."""
 _OFF = "uploads are off: the gateway has no --upload-root"
+BATCH = "batch"
+"""The purpose of files that batches read."""
 _FULL_S = 60.0
 """After which a full disk may have room again."""
 
@@ -70,6 +73,34 @@ class Listing(BaseModel):
     purpose: str | None = None
 
 
+class Arriving:
+    """A file that is being written. What is not kept is gone once it is closed; both may be called twice."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self._path = folder / f".{os.getpid()}-{time.monotonic_ns()}"
+        self._file = self._path.open("wb")
+        self._digest = hashlib.sha256()
+        self.size_bytes = 0
+
+    def write(self, piece: bytes) -> None:
+        self._digest.update(piece)
+        self._file.write(piece)
+        self.size_bytes += len(piece)
+
+    def keep(self, filename: str, purpose: str) -> str:
+        """Gives it its name, the digest. Returns the file's id."""
+        self._file.close()
+        name = self._digest.hexdigest()
+        self._path.replace(kept := self._path.with_name(name))
+        kept.with_name(f"{name}.json").write_text(json.dumps({"filename": filename, "purpose": purpose}))
+        return f"file-{name}"
+
+    def close(self) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
 class Files:
     """root: None where uploads are off."""
 
@@ -89,6 +120,20 @@ class Files:
         """The URL of a file for preprocessing. Raises NotFound, InvalidRequest."""
         return upload_url(owner, self._known(file_id, owner)["digest"])
 
+    def batch_input(self, file_id: str, owner: str) -> Path:
+        """An uploaded file of purpose batch, whose lifetime begins again. Raises NotFound, InvalidRequest."""
+        known = self._known(file_id, owner)
+        if known["purpose"] != BATCH:
+            raise InvalidRequest("must be uploaded with the purpose batch", field="input_file_id", value=file_id)
+        path = self._folder(owner) / str(known["digest"])
+        for each in (path, path.with_name(f"{path.name}.json")):
+            os.utime(each)
+        return path
+
+    def arriving(self, owner: str) -> Arriving:
+        """A new file of a caller. Raises InvalidRequest where uploads are off."""
+        return Arriving(self._folder(owner))
+
     async def endpoint(self, request: Request) -> Response:
         """POST and GET /v1/files."""
         owner = Call.of(request).owner
@@ -105,6 +150,13 @@ class Files:
             self._delete(self._folder(owner) / known["digest"])
             return JSONResponse({"id": file_id, "object": "file", "deleted": True})
         return JSONResponse(self._object(known))
+
+    async def content_endpoint(self, request: Request) -> Response:
+        """GET /v1/files/{file_id}/content."""
+        owner = Call.of(request).owner
+        known = self._known(request.path_params["file_id"], owner)
+        path, kind = self._folder(owner) / known["digest"], "application/octet-stream"
+        return FileResponse(path, media_type=kind, filename=known["filename"] or "file")
 
     async def expire(self, every_s: float = 60.0) -> None:
         """Deletes files whose time is over, until it is cancelled."""
@@ -158,21 +210,11 @@ class Files:
         return used_bytes
 
     def _keep(self, sent: UploadFile, purpose: str, owner: str) -> dict[str, Any]:
-        folder = self._folder(owner)
-        folder.mkdir(exist_ok=True)
-        digest, arriving = hashlib.sha256(), folder / f".{os.getpid()}-{time.monotonic_ns()}"
-        try:
-            with arriving.open("wb") as file:
-                while piece := sent.file.read(_PIECE_BYTES):
-                    digest.update(piece)
-                    file.write(piece)
-            name = digest.hexdigest()
-            known = {"filename": sent.filename or "", "purpose": purpose}
-            arriving.replace(folder / name)
-            (folder / f"{name}.json").write_text(json.dumps(known))
-        finally:
-            arriving.unlink(missing_ok=True)
-        return self._object(self._known(f"file-{name}", owner))
+        with closing(self.arriving(owner)) as arriving:
+            while piece := sent.file.read(_PIECE_BYTES):
+                arriving.write(piece)
+            file_id = arriving.keep(sent.filename or "", purpose)
+        return self._object(self._known(file_id, owner))
 
     def _folder(self, owner: str) -> Path:
         if self._root is None:

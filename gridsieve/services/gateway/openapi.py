@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 
+from gridsieve.services.gateway.batches.request import BatchListing, BatchRequest
 from gridsieve.services.gateway.chat.request import ChatRequest
 from gridsieve.services.gateway.files import Listing
 from gridsieve.services.gateway.http.errors import STATUS_TEXTS
@@ -29,6 +30,7 @@ Schema: TypeAlias = dict[str, Any]
 
 _REF = "#/components/{kind}/{name}"
 _JSON, _EVENTS, _FORM, _TEXT = "application/json", "text/event-stream", "multipart/form-data", "text/plain"
+_BYTES = "application/octet-stream"
 _UPLOAD: Schema = {
     "type": "object",
     "required": ["file"],
@@ -113,6 +115,13 @@ _OPERATIONS = {
     ("POST", "/v1/files"): _Operation("Uploads a file, for questions by its id.", "OpenAI's file.", _UPLOAD),
     ("GET", "/v1/files/{file_id}"): _Operation("An uploaded file.", "OpenAI's file, without its bytes."),
     ("DELETE", "/v1/files/{file_id}"): _Operation("Deletes a file.", "`id`, `object`, `deleted`."),
+    ("GET", "/v1/files/{file_id}/content"): _Operation("The bytes of a file.", "The file.", kinds=(_BYTES,)),
+    ("GET", "/v1/batches"): _Operation("The caller's batches.", "OpenAI's list of batches.", query=BatchListing),
+    ("POST", "/v1/batches"): _Operation(
+        "Answers the requests of a file, which yield to others.", "OpenAI's batch.", BatchRequest
+    ),
+    ("GET", "/v1/batches/{batch_id}"): _Operation("A batch.", "OpenAI's batch."),
+    ("POST", "/v1/batches/{batch_id}/cancel"): _Operation("Ends a batch, which keeps its rows.", "OpenAI's batch."),
     ("POST", "/v1/gridsieve/kept"): _Operation(
         "The tokens that pruning keeps of the media of a question.",
         "For each medium: `modality`, `grid`, `frame_times_s`, `kept`.",

@@ -43,6 +43,7 @@ METHODS = {
     "/v1/models": "ListModels",
     "/v1/realtime": "Realtime",
     "/v1/files": "Files",
+    "/v1/batches": "Batches",
     "/v1/gridsieve/kept": "Kept",
     "/v1/gridsieve/live": "Live",
 }
