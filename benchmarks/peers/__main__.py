@@ -9,6 +9,9 @@ when it prunes a Qwen3.5 (`recurrent`), and computes that in bfloat16 alone: the
 
     python -m benchmarks.peers --model small --dtype bfloat16 --rate 0 --rate 0.75 --clients 1 --clients 8
     python -m benchmarks.peers --model 3b --dtype bfloat16 --rate 0 --rate 0.75 --clients 1 --clients 4
+    python -m benchmarks.peers --offline --dtype float32 --rate 0 --rate 0.75
+
+With --offline: `gridsieve batch` against vLLM's `LLM.chat`, in clips a second over a folder.
 
 Prints Markdown or JSON to stdout and progress to stderr. Environment and checkpoints are kept in --folder.
 """
@@ -34,6 +37,7 @@ import torch
 from benchmarks.ask import ask
 from benchmarks.clips import another_file, clip
 from benchmarks.models import QWEN2_5_VL_3B, SMALL, SMALL_QWEN3_VL, SMALL_RECURRENT
+from benchmarks.peers import offline
 from benchmarks.peers.figures import Figures, Measured
 from benchmarks.peers.generate import Peer
 from benchmarks.peers.limits import limits
@@ -200,6 +204,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, action="append")
     parser.add_argument("--clients", type=int, action="append")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--offline", action="store_true", help="jobs over a folder, in place of clients")
+    parser.add_argument("--clips", type=int, default=48, help="clips of a folder, with --offline")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "gridsieve-peers")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draws the figures, as a PNG")
     parser.add_argument("--json", action="store_true")
@@ -209,6 +215,19 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     python = environment_of(args.folder / "vllm")
     data = clip(CLIP_S * CLIP_FPS, *CLIP_SIZE, keyframe_every=2 * CLIP_FPS, fps=CLIP_FPS)
+    if args.offline:
+        jobs: list[offline.Job] = []
+        for dtype in args.dtype or ("float32", "bfloat16"):
+            model = checkpoint(args.folder, args.model, dtype)
+            for rate in args.rate or (0.0, 0.75):
+                log = args.folder / f"vllm-offline-{args.model}-{dtype}-{rate:g}.log"
+                sizes = (args.clips, args.rounds, QUESTION, NEW_TOKENS)
+                jobs += offline.measure(model, python, data, dtype, rate, *sizes, log)
+        if args.json:
+            print(json.dumps(asdict(beginning) | {"jobs": [asdict(each) for each in jobs]}, indent=2))
+        else:
+            print(beginning, *offline.table(jobs), sep="\n")
+        return
     measured: list[Measured] = []
     try:
         for dtype in args.dtype or ("float32", "bfloat16"):

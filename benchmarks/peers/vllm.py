@@ -82,7 +82,7 @@ class VllmServer:
         command += ["--skip-mm-profiling", *(part for flag in flags.items() for part in flag)]
         self._log = log.open("wb")
         self._process = subprocess.Popen(
-            command, stdout=self._log, stderr=self._log, env=_variables(python), start_new_session=True
+            command, stdout=self._log, stderr=self._log, env=variables(python), start_new_session=True
         )
         self._client = httpx.AsyncClient(base_url=self._url, timeout=600, limits=httpx.Limits(max_connections=64))
 
@@ -160,7 +160,8 @@ class VllmServer:
         return Timed(first_s, time.perf_counter() - start, tokens)
 
 
-def _variables(python: Path) -> dict[str, str]:
+def variables(python: Path) -> dict[str, str]:
+    """The environment of its processes. python: of `environment_of`."""
     openmp = python.parent.parent / "lib" / "libiomp5.so"
     preloaded = (str(openmp), ctypes.util.find_library("tcmalloc_minimal"))
     return os.environ | {
