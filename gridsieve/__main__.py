@@ -1,4 +1,4 @@
-"""The `gridsieve` command: serve, models, settings, ask, chat, batch, live, watch, inspect, bench.
+"""The `gridsieve` command: serve, models, settings, ask, chat, batch, index, search, live, watch, inspect, bench.
 
 Completions and JSON are printed to stdout, everything else to stderr. Exit status: 0; 1 for an error, reported as one
 line that begins with its reason; 2 for wrong usage; 130 after Ctrl-C. `serve` and `watch` have statuses of their own.
@@ -39,6 +39,8 @@ COMMANDS = {
         "gridsieve.cli.batch",
         "Ask many questions, such as one about each clip of a folder; a run that was interrupted continues.",
     ),
+    "index": ("gridsieve.cli.index", "Make vectors of the moments of a folder's films, for `search` and `ask FOLDER`."),
+    "search": ("gridsieve.cli.search", "Find the moments of a folder's films that a text describes."),
     "live": (
         "gridsieve.cli.live",
         "Ask about a video while it plays, again and again.",

@@ -6,21 +6,25 @@ import asyncio
 import dataclasses
 import mimetypes
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from gridsieve.cli.moments import described, moment_json
 from gridsieve.cli.options import (
     AccessFlags,
     AdapterOption,
     ClipFlags,
     JsonOption,
     NumFramesOption,
+    OptionalEmbedderOption,
     PruningFlags,
     SamplingFlags,
     ServerOption,
+    StoreOption,
     SystemOption,
     ThinkingOption,
     TimeoutOption,
@@ -34,7 +38,7 @@ from gridsieve.cli.terminal import MediaBars, print_cost, reported_errors, stder
 from gridsieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Moment, Progress, Usage
 from gridsieve.client.captions import CaptionFormat, captions
 from gridsieve.client.client import DEFAULT_ADDRESS, GridsieveClient
-from gridsieve.client.prompt import Image, Message, Options, Text, Video, is_url, user_turn
+from gridsieve.client.prompt import Message, Options, Part, Text, is_url, user_turn
 from gridsieve.common.contract.errors import PeerContract
 
 CAPTION_SUFFIXES: Mapping[str, CaptionFormat] = {".vtt": "vtt", ".srt": "srt"}
@@ -46,7 +50,8 @@ def ask(
         list[str] | None,
         typer.Argument(
             metavar="[MEDIA]... QUESTION",
-            help="Videos and images, as files or URLs; then the question, unless -q is given.",
+            help="Videos and images, as files or URLs, or a folder with an index; then the question, unless -q is "
+            "given.",
         ),
     ] = None,
     question: Annotated[
@@ -94,6 +99,8 @@ def ask(
         ),
     ] = None,
     server: ServerOption = DEFAULT_ADDRESS,
+    embedder: OptionalEmbedderOption = None,
+    store: StoreOption = None,
     timeout_s: TimeoutOption = None,
     access: AccessFlags,
 ) -> None:
@@ -104,6 +111,9 @@ def ask(
 
     An argument that starts with http://, https://, file:// or data: is a URL. Preprocessing fetches the URL if its
     settings allow this. file:///path is a file on preprocessing's machine, below --media-root.
+
+    A folder, after `gridsieve index FOLDER`: the model is shown the moments that are nearest to the question, and
+    others spread over the folder, each with its file and seconds. --embedder finds them.
 
     Example: gridsieve ask clip.mp4 "What moves?" --pruning-rate 0.75
 
@@ -116,13 +126,16 @@ def ask(
     Example: gridsieve ask https://example.org/clip.mp4 "What moves?" --json
 
     Example: gridsieve ask talk.mp4 "What happens, and when?" --captions talk.vtt
+
+    Example: gridsieve ask films "When does the red car stop?" --embedder 127.0.0.1:50063
     """
     if top_logprobs is not None and not as_json:
         raise typer.BadParameter("--top-logprobs requires --json")
     locations, questions = _media_and_questions(inputs or [], question or [])
     if captions_file:
         _check_captions(captions_file, locations, questions)
-    parts = [clip.part(each, num_frames=num_frames) for each in locations]
+    folder = _folder(locations, clip, embedder)
+    media: Sequence[Part] = [] if folder else [clip.part(each, num_frames=num_frames) for each in locations]
     history = system_message(system)
     options = Options(
         **pruning.options(),
@@ -143,18 +156,28 @@ def ask(
 
     async def ask_all() -> None:
         answers = []
-        async with GridsieveClient(server, **access.access()) as client:
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(GridsieveClient(server, **access.access()))
+            asked = None
+            if folder and embedder:
+                from gridsieve.cli.asked_folder import AskedFolder
+
+                about = AskedFolder(folder, embedder, store, clip, num_frames, access.access(), as_json)
+                asked = await stack.enter_async_context(about)
             for each in questions:
+                parts, shown = await asked.shown_for(each) if asked else (media, [])
                 if as_json:
                     with in_flags([*history, user_turn(parts, each)]):
                         answer = await client.ask(parts, each, history=history, **options)
-                    answers.append(answer_json(answer))
+                    answers.append(answer_json(answer) | ({"shown": list(map(moment_json, shown))} if asked else {}))
                     _write_captions(captions_file, answer.moments)
                     continue
                 if len(questions) > 1:
                     stderr.print(f"[bold]{escape(each)}[/]", soft_wrap=True)
                 finished, _ = await stream(client, parts, each, history, options)
                 _write_captions(captions_file, finished.moments)
+                for moment in shown:
+                    stderr.print(f"[dim]shown: {escape(described(moment))}[/]", soft_wrap=True)
                 print_cost(finished.usage, finished.timings)
         if as_json:
             several = [{"question": each, **answer} for each, answer in zip(questions, answers, strict=True)]
@@ -176,8 +199,9 @@ def _media_and_questions(inputs: Sequence[str], questions: Sequence[str]) -> tup
         if not inputs:
             raise typer.BadParameter('a question is missing: gridsieve ask clip.mp4 "What moves?"')
         *media, last = inputs
-        if is_url(last) or Path(last).is_file() or _looks_like_media(last):
-            raise typer.BadParameter(f'{last} is a media file, add a question: gridsieve ask {last} "What moves?"')
+        if is_url(last) or Path(last).exists() or _looks_like_media(last):
+            what = "a folder" if Path(last).is_dir() else "a media file"
+            raise typer.BadParameter(f'{last} is {what}, add a question: gridsieve ask {last} "What moves?"')
         questions = [last]
     if any(not each.strip() for each in questions):
         raise typer.BadParameter("the question is empty")
@@ -197,6 +221,20 @@ def _write_captions(path: Path | None, moments: Sequence[Moment]) -> None:
         path.write_text(captions(moments, CAPTION_SUFFIXES[path.suffix]), encoding="utf-8")
 
 
+def _folder(locations: Sequence[str], clip: ClipFlags, embedder: str | None) -> Path | None:
+    """The folder that is asked about; None: media. Raises BadParameter for what a folder lacks, or does not take."""
+    folder = next((each for each in locations if Path(each).is_dir()), None)
+    if folder is None:
+        return None
+    if len(locations) > 1:
+        raise typer.BadParameter(f"{folder} is a folder, which is asked about alone, without other media")
+    if clip.start_s is not None or clip.end_s is not None:
+        raise typer.BadParameter(f"--start-s and --end-s are of videos, and {folder} is a folder")
+    if embedder is None:
+        raise typer.BadParameter(f"{folder} is a folder: --embedder must have the address of the model of its index")
+    return Path(folder)
+
+
 def _looks_like_media(argument: str) -> bool:
     kind = mimetypes.guess_type(argument)[0] or ""
     return not any(map(str.isspace, argument)) and kind.startswith(("video/", "image/"))
@@ -204,7 +242,7 @@ def _looks_like_media(argument: str) -> bool:
 
 async def stream(
     client: GridsieveClient,
-    parts: Sequence[Image | Video],
+    parts: Sequence[Part],
     question: str,
     history: Sequence[Message],
     options: Options,

@@ -16,7 +16,17 @@ import typer
 
 from gridsieve.client.credentials import Access
 from gridsieve.client.messages import IN_PYTHON
-from gridsieve.client.prompt import Image, Message, Options, Pruning, Sampling, Video, check_scheme, is_url
+from gridsieve.client.prompt import (
+    FrameOptions,
+    Image,
+    Message,
+    Options,
+    Pruning,
+    Sampling,
+    Video,
+    check_scheme,
+    is_url,
+)
 from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, path_of, steps_of
 from gridsieve.common.contract.plan import KEYFRAMES, SHOTS, UNIFORM
 from gridsieve.common.contract.retention import (
@@ -99,6 +109,18 @@ ServerOption = Annotated[
         envvar="GRIDSIEVE_SERVER", help="Address of generation, host:port; several replicas separated by commas."
     ),
 ]
+_of_embedder = partial(_of_connection, envvar="GRIDSIEVE_EMBEDDER")
+EmbedderOption = Annotated[str, _of_embedder(help="Address of generation, host:port, whose model embeds.")]
+OptionalEmbedderOption = Annotated[
+    str | None, _of_embedder(help="Address of generation, host:port, whose model made the index of the folder.")
+]
+StoreOption = Annotated[
+    str | None,
+    _of_connection(help="URL of a Postgres with pgvector, postgresql://…. Default: a file in the folder."),
+]
+FolderArgument = Annotated[
+    Path, typer.Argument(exists=True, file_okay=False, help="A folder of films, with the folders below it.")
+]
 TimeoutOption = Annotated[float | None, _of_connection(help="Deadline of each request, in seconds. Default: none.")]
 
 
@@ -142,6 +164,16 @@ class FrameFlags:
         bool,
         of_media("--on-server", help="Media are paths below preprocessing's --media-root, not files on this machine."),
     ] = False
+
+    def options(self) -> FrameOptions:
+        """Of the moments of a folder."""
+        return FrameOptions(
+            fps=self.fps,
+            max_frames=self.max_frames,
+            max_pixels=self.max_pixels,
+            mode=self.mode,
+            allow_truncated=self.allow_truncated or None,
+        )
 
     def part(self, location: str, **more: Any) -> Video:
         """The video or image, as its bytes are, that an argument names: a URL, a path on the server or a local file.

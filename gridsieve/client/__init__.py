@@ -33,6 +33,7 @@ from gridsieve.client.live_events import Snapshots as Snapshots
 from gridsieve.client.live_events import StreamState as StreamState
 from gridsieve.client.live_events import WallClock as WallClock
 from gridsieve.client.prompt import Embeds as Embeds
+from gridsieve.client.prompt import FrameOptions as FrameOptions
 from gridsieve.client.prompt import Frames as Frames
 from gridsieve.client.prompt import Image as Image
 from gridsieve.client.prompt import Message as Message

@@ -218,6 +218,17 @@ class Video(_Media):
     frames: Frames | None = None
 
 
+class FrameOptions(TypedDict, total=False):
+    """Which frames are used: fields of `Video` that several have in common."""
+
+    fps: float | None
+    max_frames: int | None
+    num_frames: int | None
+    max_pixels: int | None
+    mode: str | None
+    allow_truncated: bool | None
+
+
 Part: TypeAlias = Text | Image | Video
 PartLike: TypeAlias = Part | StrPath
 """A part of a prompt, or the path or URL of a media file, which is a video or an image as its bytes are."""

@@ -1,0 +1,46 @@
+"""A store in a Postgres with pgvector, for more moments than one machine compares in time, and for several readers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import psycopg
+from numpy.typing import NDArray
+
+from gridsieve.common.contract.errors import Unavailable
+from gridsieve.moments.store import Store
+
+
+class PostgresStore(Store):
+    """url: of libpq, postgresql://user@host/database. Raises Unavailable if the database or pgvector is missing."""
+
+    _VECTOR_TYPE = "vector"
+    _DISTANCE = "m.vector <=> ?::vector"
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._connection = psycopg.connect(url, autocommit=True)
+        except psycopg.Error as error:
+            raise _failed(error) from error
+
+    def create(self) -> None:
+        self._run("CREATE EXTENSION IF NOT EXISTS vector")
+        super().create()
+
+    def _run(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        try:
+            cursor = self._connection.execute(sql.replace("?", "%s").encode(), values)
+            return cursor.fetchall() if cursor.description else []
+        except psycopg.Error as error:
+            raise _failed(error) from error
+
+    def _vector(self, values: NDArray[np.float32]) -> str:
+        return str(values.tolist())
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _failed(error: Exception) -> Unavailable:
+    return Unavailable(f"the store fails: {' '.join(str(error).split())}", "store")

@@ -1,0 +1,53 @@
+"""A store in one file beside the films: SQLite with the distances of sqlite-vec.
+
+APSW brings a SQLite of its own: that of many builds of Python loads no extensions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import apsw
+import numpy as np
+import sqlite_vec
+from numpy.typing import NDArray
+
+from gridsieve.common.contract.errors import Unavailable
+from gridsieve.moments.store import Store
+
+_BUSY_MS = 10_000  # for another process that writes
+
+
+class SqliteStore(Store):
+    """path: of the file, which is made with its folder. Raises OSError, or Unavailable for what is no database."""
+
+    _VECTOR_TYPE = "BLOB"
+    _DISTANCE = "vec_distance_cosine(m.vector, ?)"
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        self._path = path
+        try:
+            self._connection = apsw.Connection(str(path))
+        except apsw.Error as error:
+            raise self._failed(error) from error
+        self._connection.set_busy_timeout(_BUSY_MS)
+        self._connection.enable_load_extension(True)
+        self._connection.load_extension(sqlite_vec.loadable_path())
+        self._connection.enable_load_extension(False)
+
+    def _run(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        try:
+            return self._connection.execute(sql, values).fetchall()
+        except apsw.Error as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> Unavailable:
+        return Unavailable(f"the store {self._path} fails: {error}", "store")
+
+    def _vector(self, values: NDArray[np.float32]) -> bytes:
+        return values.astype("<f4").tobytes()
+
+    def close(self) -> None:
+        self._connection.close()

