@@ -39,8 +39,14 @@ COMMANDS = {
         "gridsieve.cli.batch",
         "Ask many questions, such as one about each clip of a folder; a run that was interrupted continues.",
     ),
-    "index": ("gridsieve.cli.index", "Make vectors of the moments of a folder's films, for `search` and `ask FOLDER`."),
-    "search": ("gridsieve.cli.search", "Find the moments of a folder's films that a text describes."),
+    "index": (
+        "gridsieve.cli.index",
+        "Make vectors of the moments of a folder's films, for `gridsieve search` and `gridsieve ask`.",
+    ),
+    "search": (
+        "gridsieve.cli.search",
+        "Find the moments of a folder's films that a text describes: file, seconds and score.",
+    ),
     "live": (
         "gridsieve.cli.live",
         "Ask about a video while it plays, again and again.",

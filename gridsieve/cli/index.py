@@ -41,7 +41,7 @@ def index(
     as_json: JsonOption = False,
     access: AccessFlags,
 ) -> None:
-    """Make vectors of the moments of a folder's films, for `gridsieve search` and `gridsieve ask FOLDER`.
+    """Make vectors of the moments of a folder's films, for `gridsieve search` and `gridsieve ask`.
 
     Only films that are new or have changed are read. After Ctrl-C or an error, the next call goes on where this one
     ended. Without --store, the vectors are in the file .gridsieve/index.sqlite of the folder.

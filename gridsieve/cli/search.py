@@ -41,7 +41,7 @@ def search(
     as_json: JsonOption = False,
     access: AccessFlags,
 ) -> None:
-    """Find the moments of a folder's films that a text describes: file, seconds, and score.
+    """Find the moments of a folder's films that a text describes: file, seconds and score.
 
     `gridsieve index FOLDER` comes first. The score is the cosine of the moment's vector and the text's.
 

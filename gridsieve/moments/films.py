@@ -1,6 +1,6 @@
 """The films of a folder, and the parts of a film that become moments: its shots, or windows of one length.
 
-    shots      |           |     |                  |        `--mode shots` finds the same ones
+    shots      |           |     |                  |        of every keyframe, where `--mode shots` compares 1024
     windows    |        |        |        |         |        the length is divided evenly
 
 Preprocessing's `video` reads packets, finds shots and decodes. It knows neither vectors nor stores.
@@ -24,9 +24,11 @@ from numpy.typing import NDArray
 
 from gridsieve.services.preprocessing.sources.source import Source
 from gridsieve.services.preprocessing.video.packets import PacketIndex, read_packets
-from gridsieve.services.preprocessing.video.shots import find_shots
+from gridsieve.services.preprocessing.video.shots import MAX_COMPARED, find_shots
 from gridsieve.services.preprocessing.video.slices import PlannedVideo
 
+# Keyframes to a part of a film in which shots are found.
+COMPARED = MAX_COMPARED - 1
 _CONTAINERS = "3gp asf avi flv m2ts m4v mkv mov mp4 mpeg mpg mts mxf ogv ts webm wmv"
 SUFFIXES = frozenset(f".{name}" for name in _CONTAINERS.split())
 
@@ -95,8 +97,7 @@ def cut_film(path: Path, window_s: float | None) -> CutFilm:
         index = read_packets(source)
         ticks, time_base, length_s = index.times.ticks, index.times.time_base, index.times.length_s
         if window_s is None:
-            firsts = find_shots(source, index, 0, len(ticks))
-            limits = [*(ticks[place] * time_base for place in firsts), length_s]
+            limits = [*(ticks[place] * time_base for place in _shots(source, index)), length_s]
         else:
             windows = max(1, round(length_s / Fraction(str(window_s))))
             limits = [length_s * number / windows for number in range(windows + 1)]
@@ -119,6 +120,19 @@ def frame_at(path: Path, time_s: float, width_px: int) -> NDArray[np.uint8]:
         (frame,) = video.slices()
         pixels: NDArray[np.uint8] = frame.pixels[0].astype(np.uint8)
     return pixels
+
+
+def _shots(source: Source, index: PacketIndex) -> list[int]:
+    """The places of the first frames of shots, by parts in which `find_shots` compares every keyframe.
+
+    Two parts have the keyframe between them in common: the first of them says whether a shot begins there.
+    """
+    frames = len(index.times.ticks)
+    begins = [0, *index.keyframe_places(0, frames)[COMPARED::COMPARED]]
+    found = [0]
+    for begin, next_one in zip(begins, [*begins[1:], frames - 1], strict=True):
+        found += find_shots(source, index, begin, next_one + 1)[1:]
+    return found
 
 
 def _place_at(index: PacketIndex, time_s: float) -> int:

@@ -28,6 +28,7 @@ from typer.testing import Result
 from gridsieve.client.client import GridsieveClient
 from gridsieve.common.contract.errors import GridsieveError
 from gridsieve.moments import FolderIndex, Progress
+from gridsieve.moments.films import cut_film
 from gridsieve.v1 import generation_pb2, generation_pb2_grpc
 from tests.gridsieve.fake_services import FakeServices
 from tests.gridsieve.films import BLUE, GREEN, RED, FakeEmbedder, write_film
@@ -169,6 +170,14 @@ def test_windows_divide_a_film_evenly(films: Path, embeds: str, embedder: FakeEm
     refused = gridsieve("index", str(films), "--embedder", embeds, "--window", "5")
     assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
     assert "window_s 3.0, got 5.0" in refused.stderr
+
+
+def test_shots_of_a_film_of_many_keyframes_are_found_by_parts(films: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With keyframes every second, and two of them in a part."""
+    monkeypatch.setattr("gridsieve.moments.films.COMPARED", 2)
+    lengths_s = (1, 2, 3, 1, 4)
+    film = write_film(films / "c.mp4", [(colour, s) for colour, s in zip((RED, GREEN) * 3, lengths_s, strict=False)])
+    assert [each.start_s for each in cut_film(film, None).spans] == [0, 1, 3, 6, 7]
 
 
 def test_a_moment_without_a_keyframe_is_embedded_by_other_frames(
