@@ -9,7 +9,7 @@ PIP_FLAGS ?=
 PIP_INSTALL = $(BIN)/pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos tree demo test test-deep test-gpu coverage lint site format bench bench-ceiling bench-gateway bench-gpu bench-live bench-media bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak soak-live demo-model demo-eval up down clean
+.PHONY: help setup protos tree demo test test-deep test-gpu coverage lint site format bench bench-ceiling bench-gateway bench-gpu bench-live bench-media bench-moments bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak soak-live demo-model demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -113,6 +113,10 @@ bench-live: setup  ## Measure live sessions: a question against Generate, an old
 
 bench-media: setup  ## Measure the path from a file to pruned embeddings against other implementations
 	$(BIN)/python -m benchmarks.media
+
+EMBEDDER ?= demo/gridsieve-demo-embedder
+bench-moments: setup  ## Index an hour of film, find the events in it and ask about them, with EMBEDDER=checkpoint
+	$(BIN)/python -m benchmarks.moments --embedder $(EMBEDDER)
 
 bench-sharegpt: setup  ## Measure rates 0 to 0.75 at one request a second over a ShareGPT file (5 minutes)
 	$(BIN)/python -m benchmarks.sharegpt

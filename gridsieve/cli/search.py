@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from gridsieve.cli.moments import described, moment_json
+from gridsieve.cli.moments_page import moments_page
 from gridsieve.cli.moments_sheet import moments_sheet
 from gridsieve.cli.options import (
     AccessFlags,
@@ -24,7 +25,8 @@ from gridsieve.client.client import DEFAULT_ADDRESS, GridsieveClient
 from gridsieve.moments import FolderIndex, Moment
 from gridsieve.moments.films import frame_at
 
-_SUFFIXES = (".png", ".jpg", ".jpeg")
+_PAGE = ".html"
+_SUFFIXES = (".png", ".jpg", ".jpeg", _PAGE)
 _PICTURE_PX = 320
 
 
@@ -34,7 +36,11 @@ def search(
     text: Annotated[str, typer.Argument(help="What is to be seen.")],
     limit: Annotated[int, of_output("--limit", "-n", min=1, help="How many moments to print, the best first.")] = 5,
     sheet: Annotated[
-        Path | None, of_output(help="Draw a frame of each moment, its middle one, into this PNG or JPEG file.")
+        Path | None,
+        of_output(
+            help="Draw a frame of each moment, its middle one, into this PNG or JPEG file, or write a page (.html) on "
+            "which a click plays the moment."
+        ),
     ] = None,
     store: StoreOption = None,
     embedder: EmbedderOption = DEFAULT_ADDRESS,
@@ -61,7 +67,10 @@ def search(
         moments = asyncio.run(found())
         if sheet is not None:
             middles = [frame_at(folder / each.path, (each.start_s + each.end_s) / 2, _PICTURE_PX) for each in moments]
-            moments_sheet(middles, moments, text).save(sheet)
+            if sheet.suffix.lower() == _PAGE:
+                sheet.write_text(moments_page(middles, moments, text, folder, sheet.parent), encoding="utf-8")
+            else:
+                moments_sheet(middles, moments, text).save(sheet)
     if as_json:
         print_json({"moments": [moment_json(each) for each in moments]})
     else:

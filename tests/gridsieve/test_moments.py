@@ -23,6 +23,7 @@ import numpy as np
 import psycopg
 import pytest
 from PIL import Image
+from playwright.sync_api import sync_playwright
 from typer.testing import Result
 
 from gridsieve.client.client import GridsieveClient
@@ -30,6 +31,7 @@ from gridsieve.common.contract.errors import GridsieveError
 from gridsieve.moments import FolderIndex, Progress
 from gridsieve.moments.films import cut_film
 from gridsieve.v1 import generation_pb2, generation_pb2_grpc
+from tests.gridsieve.checkout import ROOT
 from tests.gridsieve.fake_services import FakeServices
 from tests.gridsieve.films import BLUE, GREEN, RED, FakeEmbedder, write_film
 from tests.served import served
@@ -218,6 +220,32 @@ def test_a_sheet_shows_a_frame_of_each_moment(films: Path, embeds: str, gridsiev
     assert shown == pytest.approx([2 * 320 * 240, 320 * 240, 0], rel=0.02, abs=50)  # of b at 3 s, of a at 0 and 2 s
 
 
+def test_a_click_on_a_page_plays_the_moment(
+    films: Path, embeds: str, gridsieve: Run, tmp_path: Path, chromium: str
+) -> None:
+    (films / "a.mp4").rename(films / "a & b #1.mp4")
+    updated(films, embeds)
+    page = tmp_path / "pages" / "found.html"
+    page.parent.mkdir()
+    result = gridsieve("search", str(films), "0.2", "--embedder", embeds, "-n", "2", "--sheet", str(page))
+    assert result.exit_code == 0, result.stderr
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        shown = browser.new_page()
+        shown.goto(page.as_uri())
+        assert shown.locator("figcaption").all_inner_texts()[0] == "a & b #1.mp4\n2.0 to 5.0 s · 1.000"
+        video = shown.locator("video").first
+        times_s = video.evaluate("""(video) => new Promise((done, failed) => {
+            const times = [];
+            video.onseeked = () => times.push(video.currentTime);
+            video.onpause = () => done([...times, video.currentTime]);
+            video.onerror = () => failed(video.error);
+            video.click();
+        })""")
+        browser.close()
+    assert times_s == pytest.approx([2, 5], abs=0.5)
+
+
 def test_a_question_about_a_folder_shows_its_best_moments_and_others_with_their_times(
     films: Path, embeds: str, gridsieve: Run, address: str, services: FakeServices, embedder: FakeEmbedder
 ) -> None:
@@ -309,3 +337,12 @@ def test_the_extra_is_named_where_its_packages_are_missing(
     monkeypatch.delitem(sys.modules, "gridsieve.moments.sqlite_store", raising=False)
     result = gridsieve("index", str(films), "--embedder", embeds)
     assert (result.exit_code, result.stderr) == (1, "STARTUP: an index needs apsw: pip install 'gridsieve[search]'\n")
+
+
+def test_the_example_finds_and_asks(films: Path, embeds: str, address: str, services: FakeServices) -> None:
+    command = [sys.executable, "examples/moments.py", str(films), "0.2", "0.5"]
+    variables = {**os.environ, "GRIDSIEVE_EMBEDDER": embeds, "GRIDSIEVE_SERVER": address}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True)
+    count, best, *_, answer = done.stdout.splitlines()
+    assert (count, best, answer) == ("5 new moments", "a.mp4 from 2.0 to 5.0 s: 1.000", "A red ball ⚽")
+    assert services.asked[0].prompt.messages[0].parts[-1].text == "0.5"
