@@ -73,6 +73,7 @@ class Update:
         self._window_s, self._frames, self._options, self._report = window_s, frames, options, report
         self._reading, self._places = asyncio.Lock(), asyncio.Semaphore(AT_ONCE)
         self._began_s, self._progress = time.monotonic(), Progress()
+        self._contents: dict[str, asyncio.Lock] = {}
         self._unread: list[str] = []
         self._bytes = self._read_bytes = 0.0
 
@@ -90,22 +91,23 @@ class Update:
         return self._progress
 
     async def _film(self, film: FilmFile) -> None:
-        digest = ""
+        path, digest = self._folder.path / film.path, ""
         try:
             async with self._reading:
-                digest = await asyncio.to_thread(digest_of, self._folder.path / film.path)
+                digest = await asyncio.to_thread(digest_of, path)
+            async with self._contents.setdefault(digest, asyncio.Lock()):  # a copy waits, and then has all
                 length_s = self._store.length_s(digest)
                 if length_s is None:
-                    cut = await asyncio.to_thread(cut_film, self._folder.path / film.path, self._window_s)
-            if length_s is None:
-                length_s = cut.length_s
-                missing = [each for each in cut.spans if not self._store.has_moment(digest, each)]
-                await together(self._moment(film, digest, each, length_s) for each in missing)
+                    async with self._reading:
+                        cut = await asyncio.to_thread(cut_film, path, self._window_s)
+                    length_s = cut.length_s
+                    missing = [each for each in cut.spans if not self._store.has_moment(digest, each)]
+                    await together(self._moment(film, digest, each, length_s) for each in missing)
+                self._store.add_film(film, digest, length_s)
         except _OF_ONE_FILM as error:
             self._unread.append(digest)
             self._progress.skipped.append(Skipped(film.path, error))
         else:
-            self._store.add_film(film, digest, length_s)
             self._progress.films += 1
             self._advance(0)
 

@@ -139,8 +139,10 @@ def test_only_new_and_changed_contents_are_embedded(
         assert result.exit_code == 0, result.stderr
         return result.stdout.partition(":")[0]
 
-    assert index() == "2 films, 5 moments"
+    shutil.copy(films / "a.mp4", films / "twin.mp4")
+    assert index() == "3 films, 5 moments"
     assert index() == "0 films, 0 moments"
+    (films / "twin.mp4").unlink()
     shutil.copy(films / "a.mp4", films / "copy.mp4")
     (films / "a.mp4").rename(films / "moved.mp4")
     assert index() == "2 films, 0 moments"
