@@ -128,7 +128,7 @@ async def measure(folder: Path, told: Sequence[Event], embedder: str, answerer: 
         event = told[len(told) // 2]
         for name, question in (
             ("a first question about the folder", f"Which way does the {event.mover.name} move?"),
-            ("a second one (goal: below 1 s)", f"What colour is the {event.mover.name}?"),
+            ("a second one (goal: below 1 s)", f"Does the {event.mover.name} move?"),
         ):
             text, took_s = await asked(event, question)
             rows.append((name, f"{took_s:.2f} s: {question} {text.strip()!r}"))
@@ -152,7 +152,7 @@ async def _answered(folder: Path, index: FolderIndex, answers: GridsieveClient, 
         part = Video(server_path=str(folder / hit.path), start_s=hit.start_s, end_s=hit.end_s)
         question = f"Which way does the {event.mover.name} move?"
         answer = await answers.ask(part, question, max_new_tokens=8, temperature=0)
-        right += event.direction in answer.text.split()
+        right += event.direction in answer.text
     return f"{right} of {len(told)} answered right"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 from fractions import Fraction
@@ -38,6 +39,7 @@ def write_film(path: Path, shots: Sequence[tuple[tuple[int, int, int], float]], 
 class FakeEmbedder(generation_pb2_grpc.GenerationServiceServicer):
     """Vectors are points of a circle: of a film's part at its start in tenths of a radian, of a text at its number.
 
+    fails_from: parts that begin at this second or later fail. takes_s: a call.
     The first moment of a file of `fails` bytes is refused until the failure is taken away.
     """
 
@@ -46,6 +48,7 @@ class FakeEmbedder(generation_pb2_grpc.GenerationServiceServicer):
         self.task = generation_pb2.TASK_EMBED
         self.name = "fake-embedder"
         self.fails_from: float | None = None
+        self.takes_s = 0.0
 
     @property
     def videos(self) -> list[Any]:
@@ -62,4 +65,5 @@ class FakeEmbedder(generation_pb2_grpc.GenerationServiceServicer):
         if self.fails_from is not None and part.HasField("video") and angle >= self.fails_from / 10:
             raise RuntimeError("the embedder fails")
         self.asked.append(request)
+        await asyncio.sleep(self.takes_s)
         return generation_pb2.EmbedResponse(embedding=[math.cos(angle), math.sin(angle)], request_id="r1")

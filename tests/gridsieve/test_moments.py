@@ -140,6 +140,7 @@ def test_only_new_and_changed_contents_are_embedded(
         return result.stdout.partition(":")[0]
 
     shutil.copy(films / "a.mp4", films / "twin.mp4")
+    embedder.takes_s = 0.5
     assert index() == "3 films, 5 moments"
     assert index() == "0 films, 0 moments"
     (films / "twin.mp4").unlink()
