@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import av
+import grpc
 import numpy as np
 from av.video.stream import VideoStream
 
@@ -63,7 +64,7 @@ class FakeEmbedder(generation_pb2_grpc.GenerationServiceServicer):
         part = request.prompt.messages[0].parts[0]
         angle = part.video.frame_sampling.start_s / 10 if part.HasField("video") else float(part.text)
         if self.fails_from is not None and part.HasField("video") and angle >= self.fails_from / 10:
-            raise RuntimeError("the embedder fails")
+            await context.abort(grpc.StatusCode.INTERNAL, "the embedder fails")
         self.asked.append(request)
         await asyncio.sleep(self.takes_s)
         return generation_pb2.EmbedResponse(embedding=[math.cos(angle), math.sin(angle)], request_id="r1")
