@@ -278,7 +278,7 @@ def test_a_question_about_a_folder_shows_its_best_moments_and_others_with_their_
     assert {each.max_frames for each in sampled} == {16}
     assert "shown: a.mp4  2.00–5.00 s  1.000" in result.stderr
     printed = json.loads(gridsieve("ask", str(films), "0.2", *flags, "--json", "--max-frames", "3").stdout)
-    assert {"file": "a.mp4", "start_s": 2.0, "end_s": 5.0, "score": pytest.approx(1.0)} in printed["moments"]
+    assert {"file": "a.mp4", "start_s": 2.0, "end_s": 5.0, "score": pytest.approx(1.0)} in printed["shown"]
     assert services.asked[1].prompt.messages[0].parts[2].video.frame_sampling.max_frames == 3
 
 
