@@ -24,10 +24,8 @@ from gridsieve.client.messages import generate_request
 from gridsieve.client.prompt import Image, Message, Part, Pruning, Text, Video
 from gridsieve.client.vectors import parts_of
 from gridsieve.common.contract.errors import InvalidRequest
-from gridsieve.moments import FolderIndex
 from tests import media
 from tests.families import FAMILIES, load_reference, text_and_head, write_qwen3_vl_reader
-from tests.gridsieve.films import BLUE, GREEN, RED, write_film
 from tests.integration.before_tower import parts_of_plan
 from tests.integration.fleet import Stack, running
 from tests.integration.gateway import Gateway, data_url, gateway
@@ -113,21 +111,6 @@ async def test_a_vector_is_the_last_state_of_transformers_model_normalised(
     found = await embeds.embed(list(MIXES[mix]))
     np.testing.assert_allclose(found.values, await embedder.vector(INSTRUCTION, MIXES[mix]), atol=TOLERANCE)
     assert (found.values.dtype, found.usage.completion_tokens) == (np.float32, 0)
-
-
-async def test_moments_of_a_folder_are_found_by_the_vectors_of_transformers_model(
-    embedder: Reader, embeds: GridsieveClient, tmp_path: Path
-) -> None:
-    film = write_film(tmp_path / "a.mp4", [(RED, 2), (GREEN, 3), (BLUE, 1)])
-    async with FolderIndex(tmp_path, embeds) as index:
-        await index.update(frames={"max_frames": 4})
-        found = await index.search("a red car")
-    assert sorted((each.start_s, each.end_s) for each in found) == [(0, 2), (2, 5), (5, 6)]
-    text = await embedder.vector(INSTRUCTION, (Text("a red car"),))
-    for each in found:
-        part = Video(film, start_s=each.start_s, end_s=each.end_s, max_frames=4)
-        assert each.score == pytest.approx(float(text @ await embedder.vector(INSTRUCTION, (part,))), abs=TOLERANCE)
-    assert [each.score for each in found] == sorted((each.score for each in found), reverse=True)
 
 
 async def test_a_prompt_of_text_has_the_ids_of_transformers_tokenizer_with_special_tokens(
