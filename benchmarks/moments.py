@@ -29,7 +29,7 @@ from gridsieve.cli.launcher import LocalStack
 from gridsieve.cli.signals import unwind_on_signals
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.prompt import Video
-from gridsieve.moments import FolderIndex, Moment
+from gridsieve.moments import FilmMoment, FolderIndex
 
 SCENES = 225
 FPS, SIDE_PX, CRF = 4, 112, 20
@@ -57,7 +57,7 @@ class Event:
         assert self.mover.motion
         return self.mover.motion.direction
 
-    def has(self, moment: Moment) -> bool:
+    def has(self, moment: FilmMoment) -> bool:
         """Whether most of a moment is of this scene."""
         begin_s, end_s = max(moment.start_s, self.start_s), min(moment.end_s, self.start_s + DURATION_S)
         return end_s - begin_s > (moment.end_s - moment.start_s) / 2

@@ -212,7 +212,7 @@ def _check_captions(path: Path, media: Sequence[str], questions: Sequence[str]) 
     """Raises BadParameter where there is not one text for one file."""
     if path.suffix not in CAPTION_SUFFIXES:
         raise typer.BadParameter(f"{path} must end with {' or '.join(CAPTION_SUFFIXES)}", param_hint="--captions")
-    if len(media) != 1 or len(questions) != 1:
+    if len(media) != 1 or len(questions) != 1 or Path(media[0]).is_dir():
         raise typer.BadParameter("needs one video and one question", param_hint="--captions")
 
 

@@ -11,7 +11,7 @@ from gridsieve.cli.terminal import reported_errors
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.credentials import Access
 from gridsieve.client.prompt import FrameOptions, Part
-from gridsieve.moments import FolderIndex, Moment
+from gridsieve.moments import FilmMoment, FolderIndex
 
 
 class AskedFolder:
@@ -42,7 +42,7 @@ class AskedFolder:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def shown_for(self, question: str) -> tuple[list[Part], list[Moment]]:
+    async def shown_for(self, question: str) -> tuple[list[Part], list[FilmMoment]]:
         """What precedes a question, and the moments in it, by file and time."""
         with reported_errors(self._embedder.address, as_json=self._as_json):
             moments = await self._index.shown_for(question)

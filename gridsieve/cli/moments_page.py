@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from gridsieve.moments import Moment
+from gridsieve.moments import FilmMoment
 
 _PAGE = Template("""<!doctype html>
 <html lang="en">
@@ -57,7 +57,7 @@ _QUALITY = 85
 
 
 def moments_page(
-    frames: Sequence[NDArray[np.uint8]], moments: Sequence[Moment], title: str, films: Path, folder: Path
+    frames: Sequence[NDArray[np.uint8]], moments: Sequence[FilmMoment], title: str, films: Path, folder: Path
 ) -> str:
     """HTML. frames: of each moment one, uint8 [height, width, 3], RGB. films: their folder. folder: of the page."""
     figures = "\n".join(

@@ -28,7 +28,7 @@ from gridsieve.cli.contact_sheet import (
     TEXT_SIZE,
     TITLE_SIZE,
 )
-from gridsieve.moments import Moment
+from gridsieve.moments import FilmMoment
 
 _COLUMNS = 4
 _LINE_PX = 20
@@ -36,7 +36,7 @@ _HEADER_PX = 56
 _FOOT_PX = 3 * _LINE_PX + 8
 
 
-def moments_sheet(frames: Sequence[NDArray[np.uint8]], moments: Sequence[Moment], title: str) -> Image.Image:
+def moments_sheet(frames: Sequence[NDArray[np.uint8]], moments: Sequence[FilmMoment], title: str) -> Image.Image:
     """frames: of each moment one, uint8 [height, width, 3], RGB, all of one width."""
     width = max((each.shape[1] for each in frames), default=0)
     height = max((each.shape[0] for each in frames), default=0)

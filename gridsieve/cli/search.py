@@ -22,7 +22,7 @@ from gridsieve.cli.options import (
 )
 from gridsieve.cli.terminal import reported_errors
 from gridsieve.client.client import DEFAULT_ADDRESS, GridsieveClient
-from gridsieve.moments import FolderIndex, Moment
+from gridsieve.moments import FilmMoment, FolderIndex
 from gridsieve.moments.films import frame_at
 
 _PAGE = ".html"
@@ -56,7 +56,7 @@ def search(
     if sheet is not None and sheet.suffix.lower() not in _SUFFIXES:
         raise typer.BadParameter(f"--sheet must end with {', '.join(_SUFFIXES)}, got {sheet}")
 
-    async def found() -> list[Moment]:
+    async def found() -> list[FilmMoment]:
         async with (
             GridsieveClient(embedder, **access.access()) as client,
             FolderIndex(folder, client, store=store) as index,

@@ -24,7 +24,7 @@ from gridsieve.client.client import GridsieveClient
 from gridsieve.client.prompt import FrameOptions, Part, ReadOptions, StrPath, Text
 from gridsieve.common.contract.errors import InvalidRequest, StartupError
 from gridsieve.moments.parts import Folder
-from gridsieve.moments.store import Moment, Store
+from gridsieve.moments.store import FilmMoment, Store
 from gridsieve.moments.update import Progress, Update
 
 FILE = ".gridsieve/index.sqlite"
@@ -98,7 +98,7 @@ class FolderIndex:
         update = Update(self._folder, self._embedder, store, window_s, frames, options, report)
         return await update.run()
 
-    async def search(self, text: str, limit: int = 5) -> list[Moment]:
+    async def search(self, text: str, limit: int = 5) -> list[FilmMoment]:
         """The moments whose vectors are nearest to that of a text, the nearest first.
 
         Raises InvalidRequest if there is no index, or one by another model, and as `GridsieveClient.embed`.
@@ -107,7 +107,7 @@ class FolderIndex:
         found = await self._embedder.embed(None, text)
         return await asyncio.to_thread(store.nearest, found.values, limit)
 
-    async def shown_for(self, question: str, best: int = BEST, spread: int = SPREAD) -> list[Moment]:
+    async def shown_for(self, question: str, best: int = BEST, spread: int = SPREAD) -> list[FilmMoment]:
         """The best moments for a question, and moments spread evenly over the time of all films; by path and time.
 
         Raises as `search`.
@@ -121,7 +121,7 @@ class FolderIndex:
             shown.setdefault((each.path, each.start_s), each)
         return [each for _, each in sorted(shown.items())]
 
-    def parts(self, moments: Sequence[Moment], frames: FrameOptions | None = None) -> list[Part]:
+    def parts(self, moments: Sequence[FilmMoment], frames: FrameOptions | None = None) -> list[Part]:
         """What precedes a question: each moment after its file and its times.
 
         frames: None: at most MAX_FRAMES of each moment.

@@ -31,7 +31,7 @@ _TABLES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class FilmMoment:
     """A part of a film. path: relative to the folder. start_s, end_s: seconds from the film's first frame.
 
     score: the cosine of its vector and the text's, -1 to 1; None for a moment that was not searched for.
@@ -118,15 +118,15 @@ class Store(ABC):
             *digests,
         )
 
-    def moments(self) -> list[Moment]:
+    def moments(self) -> list[FilmMoment]:
         """All of them, by path and time."""
         rows = self._run(
             "SELECT f.path, m.start_s, m.end_s FROM gridsieve_films f JOIN gridsieve_moments m USING (digest) "
             "ORDER BY f.path, m.start_s"
         )
-        return [Moment(*row) for row in rows]
+        return [FilmMoment(*row) for row in rows]
 
-    def nearest(self, vector: NDArray[np.float32], limit: int) -> list[Moment]:
+    def nearest(self, vector: NDArray[np.float32], limit: int) -> list[FilmMoment]:
         """So many moments, the nearest first. vector: float32 [D]."""
         rows = self._run(
             f"SELECT f.path, m.start_s, m.end_s, 1 - ({self._DISTANCE}) AS score "  # noqa: S608
@@ -134,4 +134,4 @@ class Store(ABC):
             "ORDER BY score DESC, f.path, m.start_s LIMIT ?",
             *(self._vector(vector), limit),
         )
-        return [Moment(*row) for row in rows]
+        return [FilmMoment(*row) for row in rows]
