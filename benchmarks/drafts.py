@@ -1,8 +1,9 @@
-"""The demo model with its EAGLE-3 head beside it without: `python -m benchmarks.drafts`.
+"""A model with a head that drafts beside the same without: `python -m benchmarks.drafts`.
 
 Two generation services share an encoder and alternate in every round. They are asked what happens in clips of scenes
 that no training used, whose answers are the longest that the demo model gives. The clips are in the caches, so that the
-figures are about answers; those of one client begin with the first token.
+figures are about answers; those of one client begin with the first token. `answers` is the demo model with its EAGLE-3
+head, `mtp` the model of Qwen3.5's layout that `make demo-mtp` trains, with its own layer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.clips import FIRST_SEED, scene_clip
@@ -25,35 +27,54 @@ from gridsieve.client.answer import Answer
 from gridsieve.common.checkpoint import DEMO_DRAFT, DEMO_MODEL
 from gridsieve.common.contract.retention import EVS
 
+MTP_MODEL = Path("build/gridsieve-demo-mtp")  # made by `make demo-mtp`
 QUESTIONS = ("What happens in the video?", "Describe the video.")
-RATES = (0.0, 0.75)
+RATES, RATES_OF_MTP = (0.0, 0.75), (0.0, 0.5, 0.75, 0.9)
 CLIPS, CLIENTS = 16, 32
 KINDS = ("without", "with")
-DRAFTING = {"generation": ["--draft-model", str(DEMO_DRAFT), "--num-draft-tokens", "5"]}
+GOALS = ((1, 1.6), (32, 1.0))
 
 
 def answers(rounds: int) -> list[Row]:
     """Tokens/s of one and of 32 clients, and the share of draft tokens that are accepted."""
-    with LocalStack(DEMO_MODEL) as stack, drafting(stack) as other:
-        return asyncio.run(_measured(rounds, stack.address, other.address))
+    return _compared(rounds, DEMO_MODEL, str(DEMO_DRAFT), RATES, GOALS)
+
+
+def mtp(rounds: int) -> list[Row]:
+    """The same of multi-token prediction."""
+    return _compared(rounds, MTP_MODEL, "mtp", RATES_OF_MTP, ((1, None), (32, None)))
+
+
+def _compared(
+    rounds: int, model: Path, head: str, rates: Sequence[float], goals: Sequence[tuple[int, float | None]]
+) -> list[Row]:
+    with LocalStack(model) as stack, drafting(stack, model, head) as other:
+        return asyncio.run(_measured(rounds, rates, goals, stack.address, other.address))
+
+
+def drafting_flags(head: str) -> list[str]:
+    return ["--draft-model", head, "--num-draft-tokens", "5"]
 
 
 @contextmanager
-def drafting(stack: LocalStack) -> Iterator[LocalStack]:
+def drafting(stack: LocalStack, model: Path, head: str) -> Iterator[LocalStack]:
     """Another generation service beside those of a stack, whose model has a head that drafts."""
+    flags = {"generation": drafting_flags(head)}
     with TemporaryDirectory(prefix="gridsieve-") as folder:
         endpoints = {name: Endpoint(address, 0) for name, address in stack.addresses.items()}
         endpoints["generation"] = Endpoint(f"unix:{folder}/generation.sock", 0)
-        with LocalStack(DEMO_MODEL, services=["generation"], endpoints=endpoints, flags=DRAFTING) as other:
+        with LocalStack(model, services=["generation"], endpoints=endpoints, flags=flags) as other:
             yield other
 
 
-async def _measured(rounds: int, *addresses: str) -> list[Row]:
+async def _measured(
+    rounds: int, rates: Sequence[float], goals: Sequence[tuple[int, float | None]], *addresses: str
+) -> list[Row]:
     taken, drafts = Timings(), Counter[str]()
     films = [Video(data=clip) for clip in clips()]
     async with GridsieveClient(addresses[0]) as plain, GridsieveClient(addresses[1]) as drafter:
         for index in range(rounds + 1):
-            for rate in RATES:
+            for rate in rates:
                 said = list[list[str]]()
                 for kind, client in zip(KINDS, (plain, drafter), strict=True):
                     found = [await _asked(client, film, QUESTIONS[0], rate) for film in films]
@@ -69,14 +90,17 @@ async def _measured(rounds: int, *addresses: str) -> list[Row]:
                         drafts[f"accepted {rate}"] += sum(each.usage.accepted_draft_tokens for each in found)
                 assert said[0] == said[1], "drafts never change an answer"
     rows = []
-    for clients, goal in ((1, 1.6), (32, 1.0)):
-        for rate in RATES:
+    for clients, goal in goals:
+        for rate in rates:
             theirs, ours = (taken.median(f"{clients} {rate} {kind}") for kind in KINDS)
             what = f"{clients} client{'s' * (clients > 1)}, rate {rate:g}"
             rows.append(Row(what, "without the head", ours, theirs, "tokens/s", at_least=goal))
-    unpruned, pruned = (100 * drafts[f"accepted {rate}"] / drafts[f"drafted {rate}"] for rate in RATES)
+    unpruned, *pruned = (100 * drafts[f"accepted {rate}"] / drafts[f"drafted {rate}"] for rate in rates)
     least = 1 - 5 / unpruned
-    return [*rows, Row("accepted draft tokens, rate 0.75", "rate 0", pruned, unpruned, "%", at_least=least)]
+    return rows + [
+        Row(f"accepted draft tokens, rate {rate:g}", "rate 0", each, unpruned, "%", at_least=least)
+        for rate, each in zip(rates[1:], pruned, strict=True)
+    ]
 
 
 async def _together(client: GridsieveClient, films: Sequence[Video], rate: float) -> tuple[list[Answer], float]:
@@ -103,4 +127,4 @@ def _tells(number: int) -> bool:
 
 
 if __name__ == "__main__":
-    run("drafts", __doc__, {"answers": answers}, rounds=5, least_rounds=1)
+    run("drafts", __doc__, {"answers": answers}, rounds=5, least_rounds=1, long={"mtp": mtp})

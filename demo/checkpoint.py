@@ -8,6 +8,7 @@ Source: that checkpoint's config.json, preprocessor_config.json and chat templat
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,8 +175,8 @@ def randomise(model: torch.nn.Module, init_range: float, seed: int) -> None:
         parameter.copy_(centre + init_range * torch.randn(parameter.shape, generator=generator, device=device))
 
 
-def make_tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
-    """Qwen2's byte-level BPE with merges learnt from the demo's sentences, plus the special tokens."""
+def make_tokenizer(shape: Shape, more: Iterable[str] = ()) -> PreTrainedTokenizerFast:
+    """Qwen2's byte-level BPE with merges learnt from the demo's sentences and `more`, plus the special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -190,7 +191,7 @@ def make_tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=len(alphabet) + shape.merges, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(sentences(), trainer)
+    tokenizer.train_from_iterator([*sentences(), *more], trainer)
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -19,7 +19,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -39,13 +39,16 @@ from demo.model import (
     TIME_STEP,
     UNSUPERVISED,
     LaidOut,
+    Media,
     Prompt,
     PromptWriter,
     embed,
     lay_out,
     seen_by,
+    states_of,
     use_uniform_windows,
 )
+from demo.muon import Muon
 from demo.scenes import Scene
 from demo.train import HIGHEST_RATE, PICTURE, VIDEO
 from gridsieve.common.checkpoint import DEMO_DRAFT, DEMO_MODEL
@@ -53,6 +56,7 @@ from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.retention import RANDOM, ItemPruning
 from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.generation.loading.draft_head import JOINED
+from gridsieve.services.generation.model.draft_head import DraftHead
 from gridsieve.services.generation.model.eagle3 import Eagle3Head, Eagle3Sizes, Rotary
 from gridsieve.services.preprocessing.prompt.positions import GridSpan
 
@@ -152,34 +156,39 @@ def _shifted(rows: Tensor, places: int) -> Tensor:
 
 
 class Trainer:
-    """vocab: the tokens that the head drafts, in increasing order."""
+    """Trains `head`, of a model with `model.language_model` and `lm_head`.
 
-    def __init__(self, model: Qwen2_5_VLForConditionalGeneration, writer: PromptWriter, vocab: Sequence[int]) -> None:
+    vocab: the tokens that the head drafts, in increasing order. scores: of these, from the head's output, [.., vocab].
+    media: of a grid, as in `lay_out`. read: the text model's output, as `states_of`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        writer: PromptWriter,
+        head: DraftHead,
+        vocab: Sequence[int],
+        scores: Callable[[Tensor], Tensor],
+        media: Callable[[Grid], Media],
+        read: Callable[[Any, LaidOut], Tensor] = states_of,
+    ) -> None:
         self._text: Any = model.model.language_model
         self._lm_head, self._vision_end = model.lm_head, writer.vision_end
         self._vocab = torch.tensor(vocab)
-        self.head = Eagle3Head(sizes_of(len(vocab)))
-        self.head.prepare(torch.device("cpu"))
-        for name, parameter in self.head.named_parameters():
-            if "norm" not in name:
-                nn.init.normal_(parameter, std=0.5 / math.sqrt(parameter.shape[1]))
+        self.head, self._scores, self._media, self._read = head, scores, media, read
         self._states: dict[int, Tensor] = {}
         for layer, module in enumerate([*self._text.layers, self._text.norm]):
-            if layer in LAYERS:
+            if layer in head.sizes.layers:
                 module.register_forward_pre_hook(lambda _, inputs, at=layer: self._states.update({at: inputs[0]}))
 
     def loss(self, embeds: Tensor, kept: Tensor, grid: Grid, prompts: Sequence[Prompt]) -> tuple[Tensor, list[Tensor]]:
         """The loss; and for each number of tokens ahead, whether the head's token is the teacher's: bool, a flat list
         of the rows that begin a draft, [drafts] each, in which a row without such a token is right."""
         with torch.no_grad():
-            span = GridSpan(grid, TIME_STEP if grid.t > 1 else Fraction(0))
-            laid = lay_out(self._text.embed_tokens, embeds, kept, span, prompts, self._vision_end)
-            states = self._text(
-                inputs_embeds=laid.inputs,
-                position_ids=laid.positions,
-                attention_mask={"full_attention": seen_by(laid.owner)[:, None]},
-                use_cache=False,
-            ).last_hidden_state
+            media = self._media(grid)
+            laid = lay_out(self._text.embed_tokens, embeds, kept, media, prompts, self._vision_end)
+            states = self._read(self._text, laid)
+            self._states[len(self._text.layers) + 1] = states
             answers = Answers.of(laid)
             told = self._lm_head(_taken(states, answers.rows + 1))
             odds = told[..., self._vocab].softmax(-1)
@@ -189,7 +198,7 @@ class Trainer:
         owner[:, :-1][laid.owner[:, :-1] != laid.owner[:, 1:]] = -1
         owner[:, laid.prefix - 1] = 1
         attention = Attention(seen_by(owner[:, :-1]), answers)
-        hidden = self.head.joined([self._states[layer][:, :-1] for layer in LAYERS])
+        hidden = self.head.joined([self._states[layer][:, :-1] for layer in self.head.sizes.layers])
         outputs = self._rows(laid.inputs[:, 1:], hidden, laid.positions[..., :-1], attention)
         outputs = _taken(outputs, answers.rows)
         following = _taken(laid.inputs, answers.rows + 1)
@@ -200,7 +209,7 @@ class Trainer:
             if ahead:
                 outputs = self._rows(following, outputs.roll(1, dims=1), positions, attention)
             drafts = answers.rank >= ahead
-            scores = self.head.lm_head(self.head.norm(outputs))
+            scores = self._scores(outputs)
             losses.append(F.cross_entropy(scores[drafts], odds[drafts]))
             shares.append(AHEAD_SHARE**ahead)
             right = (self._vocab[scores.argmax(-1)] == told.argmax(-1)) | ~drafts
@@ -210,26 +219,37 @@ class Trainer:
         return total / sum(shares), rights
 
     def _rows(self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """`Eagle3Head` over the rows of all clips: [B, rows, D] each."""
+        """The head over the rows of all clips: [B, rows, D] each."""
         turns = self.head.turns(positions.flatten(1))
         rows = self.head(embeds.flatten(0, 1), hidden.flatten(0, 1), turns, attention)
         apart: Tensor = rows.view_as(embeds)
         return apart
 
-    def save(self, folder: Path) -> None:
-        """As AngelSlim stores heads, in float16."""
-        folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: parameter.detach().half() for name, parameter in self.head.named_parameters()}
-        sizes = self.head.sizes
-        wide, narrow = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        rows = ([wide, narrow, narrow], [sizes.intermediate] * 2)
-        for (joined, names), of_each in zip(JOINED.items(), rows, strict=True):
-            weights |= zip(names, weights.pop(joined).split(of_each), strict=True)
-        weights = {name.replace("midlayer", "layers.0"): each.contiguous() for name, each in weights.items()}
-        weights["d2t"] = self._vocab - torch.arange(len(self._vocab))
-        save_file(weights, folder / "model.safetensors")
-        (folder / "model.safetensors").chmod(0o644)
-        (folder / "config.json").write_text(json.dumps(config_of(self.head.sizes), indent=2, sort_keys=True) + "\n")
+
+def save(head: Eagle3Head, vocab: Sequence[int], folder: Path) -> None:
+    """As AngelSlim stores heads, in float16."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: parameter.detach().half() for name, parameter in head.named_parameters()}
+    sizes = head.sizes
+    wide, narrow = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    rows = ([wide, narrow, narrow], [sizes.intermediate] * 2)
+    for (joined, names), of_each in zip(JOINED.items(), rows, strict=True):
+        weights |= zip(names, weights.pop(joined).split(of_each), strict=True)
+    weights = {name.replace("midlayer", "layers.0"): each.contiguous() for name, each in weights.items()}
+    weights["d2t"] = torch.tensor(vocab) - torch.arange(len(vocab))
+    save_file(weights, folder / "model.safetensors")
+    (folder / "model.safetensors").chmod(0o644)
+    (folder / "config.json").write_text(json.dumps(config_of(sizes), indent=2, sort_keys=True) + "\n")
+
+
+def make_head(vocab: int) -> Eagle3Head:
+    """With random weights."""
+    head = Eagle3Head(sizes_of(vocab))
+    head.prepare(torch.device("cpu"))
+    for name, parameter in head.named_parameters():
+        if "norm" not in name:
+            nn.init.normal_(parameter, std=0.5 / math.sqrt(parameter.shape[1]))
+    return head
 
 
 def _taken(rows: Tensor, at: Tensor) -> Tensor:
@@ -284,9 +304,7 @@ class Encoded:
 
 
 @torch.no_grad()
-def encoded(
-    model: Qwen2_5_VLForConditionalGeneration, lessons: Lessons, clips: int, pictures: Random | None = None
-) -> Encoded:
+def encoded(model: Any, lessons: Lessons, clips: int, pictures: Random | None = None) -> Encoded:
     """Augmented clips, or of as many one frame."""
     scenes, parts = list[Scene](), list[Tensor]()
     for _ in range(0, clips, CLIPS_A_STEP):
@@ -327,14 +345,14 @@ def vocabulary(lessons: Lessons, video: Encoded, pictures: Encoded) -> list[int]
     return sorted(found)
 
 
-def optimisers(head: Eagle3Head) -> list[torch.optim.Optimizer]:
+def optimisers(head: nn.Module) -> list[torch.optim.Optimizer]:
     """Muon for the matrices between layers, AdamW for norms and the output."""
     named = dict(head.named_parameters())
     inner = [name for name, each in named.items() if each.ndim == 2 and name != "lm_head.weight"]
     matrices = [{"params": [named[name] for name in inner], "peak": 2 * PEAK_RATE}]
     others = [{"params": [each for name, each in named.items() if name not in inner], "peak": PEAK_RATE}]
     return [
-        torch.optim.Muon(matrices, lr=0.0, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, lr=0.0, weight_decay=0.01),
         torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.98), weight_decay=0.01),
     ]
 
@@ -353,19 +371,21 @@ def train(output: Path, cache: Path, clips: int, steps: int, seed: int) -> None:
     video = encoded(model, lessons, VIEWS * clips)
     pictures = encoded(model, lessons, clips, rng)
     print(f"encoded {len(video.scenes)} clips and {len(pictures.scenes)} images, {time.monotonic() - began:.0f} s")
-    trainer = Trainer(model, writer, vocabulary(lessons, video, pictures))
-    held_out = _held_out(model, writer, unseen, cached_clips(cache, unseen, 2), seed)
-    size = sum(each.numel() for each in trainer.head.parameters())
-    print(f"{trainer.head.sizes.vocab} tokens, {size} weights", flush=True)
-    steppers, source = optimisers(trainer.head), batches(video, pictures, lessons, rng)
+    vocab = vocabulary(lessons, video, pictures)
+    head = make_head(len(vocab))
+    trainer = Trainer(model, writer, head, vocab, lambda rows: head.lm_head(head.norm(rows)), _one_grid)
+    held_out = unseen_clips(model, writer, unseen, cached_clips(cache, unseen, 2), seed)
+    size = sum(each.numel() for each in head.parameters())
+    print(f"{len(vocab)} tokens, {size} weights", flush=True)
+    steppers, source = optimisers(head), batches(video, pictures, lessons, rng)
     began = shown = time.monotonic()
     losses: list[float] = []
     for step in range(steps):
         loss, _ = trainer.loss(*next(source))
-        for parameter in trainer.head.parameters():
+        for parameter in head.parameters():
             parameter.grad = None
         loss.backward()
-        nn.utils.clip_grad_norm_(trainer.head.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         rate = min(1, step / WARM_UP_STEPS) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / steps)))
         for optimiser in steppers:
             for group in optimiser.param_groups:
@@ -382,12 +402,16 @@ def train(output: Path, cache: Path, clips: int, steps: int, seed: int) -> None:
             shown = now
             losses.clear()
         if step % 250 == 249 or step == steps - 1:
-            _validate(trainer, held_out, rng)
-            trainer.save(output)
+            validate(trainer, held_out, rng)
+            save(head, vocab, output)
 
 
-def _held_out(
-    model: Qwen2_5_VLForConditionalGeneration, writer: PromptWriter, seeds: Sequence[int], clips: Any, seed: int
+def _one_grid(grid: Grid) -> GridSpan:
+    return GridSpan(grid, TIME_STEP if grid.t > 1 else Fraction(0))
+
+
+def unseen_clips(
+    model: Any, writer: PromptWriter, seeds: Sequence[int], clips: Any, seed: int
 ) -> list[tuple[Encoded, list[Prompt]]]:
     """Clips that no step sees, as they are, with all questions about them; batches of one step's size."""
     scenes = [scene_of(each) for each in seeds]
@@ -401,7 +425,7 @@ def _held_out(
 
 
 @torch.no_grad()
-def _validate(trainer: Trainer, held_out: Sequence[tuple[Encoded, list[Prompt]]], rng: Random) -> None:
+def validate(trainer: Trainer, held_out: Sequence[tuple[Encoded, list[Prompt]]], rng: Random) -> None:
     """Prints the draft tokens accepted of a step that drafts, of so many at most: answers' ends shorten them."""
     for rate in VALIDATED_RATES:
         told = []

@@ -12,10 +12,10 @@ knows nothing of scenes or training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,10 @@ from demo.checkpoint import IMAGE_MEAN, IMAGE_STD, SAMPLE_FPS, TOKENS_PER_SECOND
 from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.services.encoder.pruning.methods import keep_tokens
-from gridsieve.services.preprocessing.prompt.positions import LinearSpan, MediaSpan, TextSpan, positions_of
+from gridsieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan, MediaSpan, TextSpan, positions_of
+
+# A media item: its grids, and the ids of the text between them, of families that put any there.
+Media: TypeAlias = MediaSpan | Sequence[MediaSpan | tuple[int, ...]]
 
 PATCH_PX = 14
 MERGE = 2
@@ -127,15 +130,23 @@ def lay_out(
     embed_tokens: torch.nn.Module,
     embeds: Tensor,
     kept: Tensor,
-    span: MediaSpan,
+    media: Media,
     prompts: Sequence[Prompt],
     vision_end: int,
 ) -> LaidOut:
-    """One prompt per clip. embeds: [B, t·h·w, D], which have the positions of `span`; kept: int64 [B, K]."""
+    """One prompt per clip. embeds: [B, t·h·w, D], of the grids in `media`, whose text is kept; kept: int64 [B, K]."""
+    parts = [media] if isinstance(media, GridSpan | LinearSpan) else list(media)
+    spans = [TextSpan(len(part)) if isinstance(part, tuple) else part for part in parts]
+    # Of the whole item: the ids of text, -1 of media tokens.
+    between = torch.tensor([id_ for part in parts for id_ in (part if isinstance(part, tuple) else [-1] * part.tokens)])
+    is_media = between < 0
+    shown = (~is_media).expand(len(prompts), -1).clone()
+    shown.scatter_(1, is_media.nonzero()[:, 0][kept], True)
+    places = shown.nonzero()[:, 1].view(len(prompts), -1)
     longest_before = max(len(prompt.before) for prompt in prompts)
     tails = [[token for branch in prompt.branches for token in branch.ids] for prompt in prompts]
     longest_tail = max(len(tail) for tail in tails)
-    count = kept.shape[1]
+    count = places.shape[1]
     prefix = longest_before + count + 1
     total = prefix + longest_tail
     ids = torch.full((len(prompts), total), vision_end)
@@ -145,13 +156,13 @@ def lay_out(
     for row, prompt in enumerate(prompts):
         before = len(prompt.before)
         longest = max(len(branch.ids) for branch in prompt.branches)
-        full = torch.from_numpy(positions_of([TextSpan(before), span, TextSpan(1 + longest)])).long()
+        full = torch.from_numpy(positions_of([TextSpan(before), *spans, TextSpan(1 + longest)])).long()
         start = longest_before - before
         ids[row, start:longest_before] = torch.tensor(prompt.before)
         owner[row, start:prefix] = 0
         positions[:, row, start:longest_before] = full[:, :before]
-        positions[:, row, longest_before : prefix - 1] = full[:, before + kept[row]]
-        after = full[:, before + embeds.shape[1] :]
+        positions[:, row, longest_before : prefix - 1] = full[:, before + places[row]]
+        after = full[:, before + len(between) :]
         positions[:, row, prefix - 1] = after[:, 0]
         at = prefix
         for number, branch in enumerate(prompt.branches, 1):
@@ -161,34 +172,44 @@ def lay_out(
             positions[:, row, at:end] = after[:, 1 : 1 + len(branch.ids)]
             labels[row, at + branch.answer_at - 1 : end - 1] = torch.tensor(branch.ids[branch.answer_at :])
             at = end
-    media = torch.gather(embeds, 1, kept[..., None].expand(-1, -1, embeds.shape[-1]))
+    ids[:, longest_before : prefix - 1] = between[places].clamp(min=0)
+    numbers = (is_media.cumsum(0) - 1)[places]
+    gathered = torch.gather(embeds, 1, numbers.clamp(min=0)[..., None].expand(-1, -1, embeds.shape[-1]))
     text = embed_tokens(ids)
-    inputs = torch.cat((text[:, :longest_before], media, text[:, prefix - 1 :]), dim=1)
-    return LaidOut(inputs, positions[0] if isinstance(span, LinearSpan) else positions, owner, labels, prefix)
+    item = torch.where(is_media[places][..., None], gathered, text[:, longest_before : prefix - 1])
+    inputs = torch.cat((text[:, :longest_before], item, text[:, prefix - 1 :]), dim=1)
+    return LaidOut(inputs, positions[0] if isinstance(media, LinearSpan) else positions, owner, labels, prefix)
 
 
 def answer_logits(
     model: Any,
     embeds: Tensor,
     kept: Tensor,
-    span: MediaSpan,
+    media: Media,
     prompts: Sequence[Prompt],
     vision_end: int,
+    read: Callable[[Any, LaidOut], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The logits at which each branch predicts its answer, and the correct tokens.
 
     model: with `model.language_model` and `lm_head`. The others as in `lay_out`, whose positions have one axis if
-    `span` is linear.
+    `media` is linear. read: in place of `states_of`.
     Returns logits [B, L, V] and labels int64 [B, L], UNSUPERVISED at positions outside answers.
     """
-    laid = lay_out(model.model.language_model.embed_tokens, embeds, kept, span, prompts, vision_end)
-    states = model.model.language_model(
+    laid = lay_out(model.model.language_model.embed_tokens, embeds, kept, media, prompts, vision_end)
+    states = (read or states_of)(model.model.language_model, laid)
+    return model.lm_head(states[:, laid.prefix - 1 :]), laid.labels[:, laid.prefix - 1 :]
+
+
+def states_of(text: Any, laid: LaidOut) -> Tensor:
+    """The text model's output for each token, after its norm: [B, T, D]."""
+    states: Tensor = text(
         inputs_embeds=laid.inputs,
         position_ids=laid.positions,
-        attention_mask={"full_attention": seen_by(laid.owner)[:, None]},
+        attention_mask={"full_attention": seen_by(laid.owner)[:, None], "linear_attention": None},
         use_cache=False,
     ).last_hidden_state
-    return model.lm_head(states[:, laid.prefix - 1 :]), laid.labels[:, laid.prefix - 1 :]
+    return states
 
 
 def seen_by(owner: Tensor) -> Tensor:
@@ -206,18 +227,18 @@ class PromptWriter:
     """Tokenizes questions as branches, exactly as the chat template would."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         vocabulary = tokenizer.get_vocab()
         self.vision_end = vocabulary["<|vision_end|>"]
         self._cached: dict[tuple[str, str], Branch] = {}
 
     def before(self, system: str | None = None) -> tuple[int, ...]:
         text = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
-        return tuple(self._tokenizer(f"{text}<|im_start|>user\n<|vision_start|>")["input_ids"])
+        return tuple(self.tokenizer(f"{text}<|im_start|>user\n<|vision_start|>")["input_ids"])
 
     def branch(self, question: str, answer: str) -> Branch:
         if (question, answer) not in self._cached:
-            asked = self._tokenizer(f"{question}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
-            told = self._tokenizer(f"{answer}<|im_end|>")["input_ids"]
+            asked = self.tokenizer(f"{question}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+            told = self.tokenizer(f"{answer}<|im_end|>")["input_ids"]
             self._cached[question, answer] = Branch((*asked, *told), len(asked))
         return self._cached[question, answer]

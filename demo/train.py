@@ -41,6 +41,7 @@ from demo.drawing import Pixels
 from demo.exact_match import exact_match, share_right
 from demo.lessons import COLUMNS, DENSE_CLASSES, ROWS, Lessons, dense_labels, moving_slices, still_runs
 from demo.model import TIME_STEP, UNSUPERVISED, Prompt, PromptWriter, answer_logits, embed, use_uniform_windows
+from demo.muon import Muon
 from demo.scenes import KINDS, Scene
 from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.retention import RANDOM, ItemPruning
@@ -94,17 +95,7 @@ class Trainer:
 
     def tower_step(self) -> tuple[Tensor, float]:
         """Dense loss over single slices of many clips; half of the slices show motion, if the clip has any."""
-        scenes, clips = self.lessons.draw(SLICES_A_STEP // 4)
-        chosen = []
-        for scene in scenes:
-            moving = moving_slices(scene) or list(range(SLICES))
-            chosen.append([self.rng.choice(moving) for _ in range(2)] + self.rng.sample(range(SLICES), 2))
-        frames = torch.stack(
-            [
-                clip[[2 * index + half for index in slices for half in (0, 1)]]
-                for clip, slices in zip(clips, chosen, strict=True)
-            ]
-        )
+        scenes, chosen, frames = slices_of(self.lessons, self.rng)
         labels = torch.stack([dense_labels(scene, slices) for scene, slices in zip(scenes, chosen, strict=True)])
         return self._dense_loss(embed(self.model, frames), labels)
 
@@ -174,6 +165,22 @@ class Trainer:
             covered = wanted > 0
             rights.append((logits.argmax(-1) == wanted)[covered].float().mean().item())
         return torch.stack(losses).sum(), min(rights)
+
+
+def slices_of(lessons: Lessons, rng: Random) -> tuple[list[Scene], list[list[int]], Tensor]:
+    """Clips, four slices of each, two of which show motion if the clip has any; and their frames, as of clips."""
+    scenes, clips = lessons.draw(SLICES_A_STEP // 4)
+    chosen = []
+    for scene in scenes:
+        moving = moving_slices(scene) or list(range(SLICES))
+        chosen.append([rng.choice(moving) for _ in range(2)] + rng.sample(range(SLICES), 2))
+    frames = torch.stack(
+        [
+            clip[[2 * index + half for index in slices for half in (0, 1)]]
+            for clip, slices in zip(clips, chosen, strict=True)
+        ]
+    )
+    return scenes, chosen, frames
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +276,7 @@ def optimisers(schedule: Schedule, tower: Sequence[Tensor], text: Sequence[Tenso
         matrices.append({"params": inner, "peak": MUON_SCALE * peak})
         others.append({"params": rest, "peak": peak})
     return [
-        torch.optim.Muon(matrices, lr=0.0, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, lr=0.0, weight_decay=0.01),
         torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.98), weight_decay=0.01),
     ]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.drafts import DRAFTING
+from benchmarks.drafts import drafting_flags
 from demo.example import CLIP as DEMO_CLIP
 from demo.example import QUESTIONS
 from gridsieve import GridsieveClient, Video
 from gridsieve.client.answer import Answer
 from gridsieve.client.prompt import Options
-from gridsieve.common.checkpoint import DEMO_MODEL, Checkpoint
+from gridsieve.common.checkpoint import DEMO_DRAFT, DEMO_MODEL, Checkpoint
 from tests import media
 from tests.drafts import SPECFORGE, write_head
 from tests.integration.conftest import UNCOMPILED, another_generation
@@ -56,7 +56,7 @@ async def test_wrong_drafts_change_no_answer_and_stop(client: GridsieveClient, d
 
 async def test_most_tokens_that_the_demos_head_drafts_are_those_of_the_answer(demo: Stack, tmp_path: Path) -> None:
     usages = []
-    with another_generation(demo, DEMO_MODEL, tmp_path, *DRAFTING["generation"], *UNCOMPILED) as drafting:
+    with another_generation(demo, DEMO_MODEL, tmp_path, *drafting_flags(str(DEMO_DRAFT)), *UNCOMPILED) as drafting:
         async with GridsieveClient(drafting.address) as asked:
             for rate in (0.0, 0.75):
                 answer = await asked.ask(DEMO_CLIP, QUESTIONS[-1].text, pruning_rate=rate, pruning_method="evs")
