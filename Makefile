@@ -9,7 +9,7 @@ PIP_FLAGS ?=
 PIP_INSTALL = $(BIN)/pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos tree demo test test-deep test-gpu coverage lint site format bench bench-ceiling bench-gateway bench-gpu bench-live bench-media bench-moments bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak soak-live demo-model demo-eval up down clean
+.PHONY: help setup protos tree demo test test-deep test-gpu coverage lint site format bench bench-ceiling bench-gateway bench-gpu bench-live bench-media bench-moments bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak soak-live demo-model demo-draft demo-embedder demo-mtp demo-retrieval demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -141,6 +141,15 @@ demo-model: setup  ## Train the embedded model (under two hours on two cores)
 
 demo-draft: setup  ## Train the head that drafts tokens for the embedded model (under an hour on two cores)
 	$(BIN)/python -m demo.draft
+
+demo-embedder: setup  ## Train the embedded embedder, which finds clips by texts (45 minutes on one core)
+	$(BIN)/python -m demo.embedder
+
+demo-mtp: setup  ## Train a small model in the layout of Qwen3.5 with multi-token prediction (an hour on one core)
+	$(BIN)/python -m demo.mtp
+
+demo-retrieval: setup  ## Measure what a pruning rate costs the embedded embedder in retrieval
+	$(BIN)/python -m demo.retrieval
 
 demo-eval: setup  ## Measure the accuracy of the embedded model by pruning rate and method
 	$(BIN)/python -m demo.evaluate --picture docs/pruning.png --time-picture docs/pruning-time.png

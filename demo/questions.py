@@ -84,7 +84,7 @@ def picture_questions(scene: Scene, rng: Random) -> list[Question]:
 
 def _place_questions(scene: Scene, thing: Thing, rng: Random) -> list[Question]:
     """Of an object that stays in one quarter of the frame."""
-    if thing.motion is not None or scene.camera.motion is not None or not (place := _place(thing)):
+    if thing.motion is not None or scene.camera.motion is not None or not (place := place_of(thing)):
         return []
     return [_about(rng, "where", _reference(scene, thing, rng), f"is at the {place}")]
 
@@ -138,7 +138,7 @@ def _names(article: str, things: Sequence[Thing]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _place(thing: Thing) -> str | None:
+def place_of(thing: Thing) -> str | None:
     """The quarter of the frame where it stands; None in the middle."""
     if min(abs(thing.x - 0.5), abs(thing.y - 0.5)) < MIDDLE_SHARE:
         return None

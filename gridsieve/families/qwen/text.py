@@ -113,6 +113,7 @@ QWEN2_5_VL = TextFamily.of(
     TextClasses(Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLTextModel, Qwen2_5_VLRotaryEmbedding),
     _PREFIXES_OF_2,
     clock_times=True,
+    readings=_READINGS[:1],
 )
 QWEN3_VL, QWEN3_VL_MOE = (
     TextFamily.of(
