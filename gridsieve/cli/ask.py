@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import mimetypes
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -146,7 +147,7 @@ def ask(
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         stop=stop,
-        moments=grain_s or moments or captions_file is not None,
+        moments=(moments or captions_file is not None) if grain_s is None else grain_s,
         logprobs=top_logprobs is not None,
         top_logprobs=top_logprobs,
         template_options=template_options(thinking),
@@ -199,8 +200,9 @@ def _media_and_questions(inputs: Sequence[str], questions: Sequence[str]) -> tup
         if not inputs:
             raise typer.BadParameter('a question is missing: gridsieve ask clip.mp4 "What moves?"')
         *media, last = inputs
-        if is_url(last) or Path(last).exists() or _looks_like_media(last):
-            what = "a folder" if Path(last).is_dir() else "a media file"
+        # Unlike Path's methods, these take texts that are too long for a name.
+        if is_url(last) or os.path.exists(last) or _looks_like_media(last):  # noqa: PTH110
+            what = "a folder" if os.path.isdir(last) else "a media file"  # noqa: PTH112
             raise typer.BadParameter(f'{last} is {what}, add a question: gridsieve ask {last} "What moves?"')
         questions = [last]
     if any(not each.strip() for each in questions):
@@ -212,7 +214,7 @@ def _check_captions(path: Path, media: Sequence[str], questions: Sequence[str]) 
     """Raises BadParameter where there is not one text for one file."""
     if path.suffix not in CAPTION_SUFFIXES:
         raise typer.BadParameter(f"{path} must end with {' or '.join(CAPTION_SUFFIXES)}", param_hint="--captions")
-    if len(media) != 1 or len(questions) != 1 or Path(media[0]).is_dir():
+    if len(media) != 1 or len(questions) != 1 or os.path.isdir(media[0]):  # noqa: PTH112
         raise typer.BadParameter("needs one video and one question", param_hint="--captions")
 
 
@@ -223,7 +225,7 @@ def _write_captions(path: Path | None, moments: Sequence[Moment]) -> None:
 
 def _folder(locations: Sequence[str], clip: ClipFlags, embedder: str | None) -> Path | None:
     """The folder that is asked about; None: media. Raises BadParameter for what a folder lacks, or does not take."""
-    folder = next((each for each in locations if Path(each).is_dir()), None)
+    folder = next((each for each in locations if os.path.isdir(each)), None)  # noqa: PTH112
     if folder is None:
         return None
     if len(locations) > 1:

@@ -99,6 +99,11 @@ def batch(
     Example: gridsieve batch --folder clips -q "What happens?" --schema schema.json --pruning-rate 0.75 -o answers.jsonl
     """
     _check_flags(requests, folder, question, gateway, start or model is not None)
+    if folder is None:
+        said = {f"--pruning-{name.partition('_')[2]}": value for name, value in pruning.options().items()}
+        said |= {"--schema": schema, "--max-new-tokens": max_new_tokens, "--on-server": on_server or None}
+        if given := next((name for name, value in said.items() if value is not None), None):
+            raise typer.BadParameter(f"{given} is of a --folder: the lines of REQUESTS say all of their requests")
     with reported_errors(as_json=as_json):
         starts = start or model is not None or (gateway is None and not listens(_LISTEN))
         asked = _requests(requests, folder, question, schema, pruning, max_new_tokens, on_server or starts)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.jobs.lines import Row
+from gridsieve.jobs.lines import ROW_BEGINS, Row
 
 
 class Answers:
@@ -50,7 +50,7 @@ def _read(path: Path, file: IO[bytes]) -> set[str]:
         is_whole = data.endswith(b"\n")
         if (custom_id := _id_in(data)) is not None:
             done.add(custom_id)
-        elif is_whole:
+        elif is_whole or not _begins_row(data):
             raise StartupError(f"{path}: line {number} is no row of a batch: is it another file?")
         else:
             file.truncate(end)
@@ -59,6 +59,11 @@ def _read(path: Path, file: IO[bytes]) -> set[str]:
     if not is_whole:
         file.write(b"\n")
     return done
+
+
+def _begins_row(data: bytes) -> bool:
+    """Whether a run may have written these bytes before it was killed."""
+    return data.startswith(ROW_BEGINS[: len(data)])
 
 
 def _id_in(data: bytes) -> str | None:

@@ -10,7 +10,7 @@ import ssl
 from contextlib import suppress
 from types import TracebackType
 from typing import Self, Unpack
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
@@ -33,7 +33,7 @@ class HttpAsker:
 
     def __init__(self, url: str, **access: Unpack[Access]) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        if parts.scheme not in ("http", "https") or not parts.netloc or not _has_port(parts):
             raise StartupError(f"--gateway must be http://host:port or https://host:port, got {url!r}")
         credentials = credentials_of(access)
         if parts.scheme == "http":
@@ -83,6 +83,14 @@ class HttpAsker:
         with suppress(ValueError):
             after_s = max(0.0, float(response.headers.get("retry-after", "")))
         return Reply(response.status_code, response.headers.get("x-request-id", ""), told, after_s)
+
+
+def _has_port(parts: SplitResult) -> bool:
+    """Whether its port is a number, or unset."""
+    try:
+        return parts.port != 0
+    except ValueError:
+        return False
 
 
 def _tls(access: Access) -> ssl.SSLContext:

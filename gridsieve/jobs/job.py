@@ -127,17 +127,18 @@ class Job:
     async def _answered(self, line: Line) -> Reply:
         """The reply that is the request's row."""
         clock = asyncio.get_running_loop().time
-        began_s, pause_s = clock(), _PAUSE_S
+        gone_since_s, pause_s = None, _PAUSE_S
         while True:
             reply = await self._ask(line)
             if reply.status_code == _UNAUTHENTICATED:
                 raise Unauthenticated(reply.message)
             if reply.status_code == _OVERLOADED:
                 self.window.refused(self._running - self._pausing - 1)
-                wait_s = reply.retry_after_s
+                wait_s, gone_since_s, pause_s = reply.retry_after_s, None, _PAUSE_S
             elif reply.status_code in _GONE:
-                if clock() - began_s > PATIENCE_S:
-                    if self._answered_s > began_s:  # others are answered: the reason is this request
+                gone_since_s = clock() if gone_since_s is None else gone_since_s
+                if clock() - gone_since_s > PATIENCE_S:
+                    if self._answered_s > gone_since_s:  # others are answered: the reason is this request
                         return reply
                     raise Unavailable(reply.message, "gateway")
                 wait_s, pause_s = pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)

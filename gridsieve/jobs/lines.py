@@ -31,6 +31,7 @@ _UNSAID: dict[str, dict[str, Any]] = {
 }
 """What a body says if it says nothing else, by url."""
 _VALUE_CHARACTERS = 80
+ROW_BEGINS = b'{"id":"batch_req_'
 OK = 200
 
 

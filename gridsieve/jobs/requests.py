@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.media_files import kind_of
 from gridsieve.jobs.lines import CHAT, Line, line_of, read_line
-
-_PART_OF = {"video": "video_url", "image": "image_url"}
 
 
 class WrongLine(InvalidRequest):
@@ -111,7 +110,7 @@ class FolderRequests:
         """Raises InvalidRequest where there is no folder, or nothing in it."""
         if not folder.is_dir():
             raise InvalidRequest(f"--folder {folder} is no folder")
-        found = (path for path in folder.rglob("*") if _kind_of(path) and path.is_file())
+        found = (path for path in folder.rglob("*") if kind_of(path) and path.is_file())
         ids = sorted(path.relative_to(folder).as_posix() for path in found)
         if not ids:
             raise InvalidRequest(f"--folder {folder} has no videos and images, by the endings of their names")
@@ -125,14 +124,8 @@ class FolderRequests:
         if self.on_server:
             url = path.as_uri()
         else:
-            kind, _ = mimetypes.guess_type(path)
+            kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
             url = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
-        part = _PART_OF[_kind_of(path)]
+        part = f"{kind_of(path)}_url"
         content = [{"type": part, part: {"url": url}}, {"type": "text", "text": self.question}]
         return line_of(self.ids[number], CHAT, {"messages": [{"role": "user", "content": content}], **self.fields})
-
-
-def _kind_of(path: Path) -> str:
-    """video or image; empty for other files."""
-    kind = (mimetypes.guess_type(path.name)[0] or "").partition("/")[0]
-    return kind if kind in _PART_OF else ""

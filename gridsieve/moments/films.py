@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from gridsieve.common.media_files import kind_of
 from gridsieve.services.preprocessing.sources.source import Source
 from gridsieve.services.preprocessing.video.packets import PacketIndex, read_packets
 from gridsieve.services.preprocessing.video.shots import MAX_COMPARED, find_shots
@@ -29,8 +30,6 @@ from gridsieve.services.preprocessing.video.slices import PlannedVideo
 
 # Keyframes to a part of a film in which shots are found.
 COMPARED = MAX_COMPARED - 1
-_CONTAINERS = "3gp asf avi flv m2ts m4v mkv mov mp4 mpeg mpg mts mxf ogv ts webm wmv"
-SUFFIXES = frozenset(f".{name}" for name in _CONTAINERS.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def film_files(folder: Path) -> list[FilmFile]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             path = Path(place, name)
-            if path.suffix.lower() in SUFFIXES and not name.startswith(".") and path.is_file():
+            if kind_of(path) == "video" and not name.startswith(".") and path.is_file():
                 status = path.stat()
                 relative = path.relative_to(folder).as_posix()
                 found.append(FilmFile(relative, status.st_size, status.st_mtime_ns))

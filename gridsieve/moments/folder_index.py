@@ -88,15 +88,16 @@ class FolderIndex:
         given = {"model": self._model, "window_s": window_s, **frames, **options}
         wanted = {name: value for name, value in given.items() if value is not None}
         store = self._store(create=True)
-        held = store.settings()
-        if held is None:
-            store.set_settings(wanted | self._place)
-        else:
-            self._check_place(held)
-            for name in sorted(held.keys() | wanted.keys() - self._place.keys()):
-                self._check(held, wanted | self._place, name)
-        update = Update(self._folder, self._embedder, store, window_s, frames, options, report)
-        return await update.run()
+        with store.locked():
+            held = store.settings()
+            if held is None:
+                store.set_settings(wanted | self._place)
+            else:
+                self._check_place(held)
+                for name in sorted(held.keys() | wanted.keys() - self._place.keys()):
+                    self._check(held, wanted | self._place, name)
+            update = Update(self._folder, self._embedder, store, window_s, frames, options, report)
+            return await update.run()
 
     async def search(self, text: str, limit: int = 5) -> list[FilmMoment]:
         """The moments whose vectors are nearest to that of a text, the nearest first.

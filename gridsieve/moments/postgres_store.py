@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from gridsieve.common.contract.errors import Unavailable
 from gridsieve.moments.store import Store
 
+_LOCK = 0x6772_6964  # of a database
+
 
 class PostgresStore(Store):
     """url: of libpq, postgresql://user@host/database. Raises Unavailable if the database or pgvector is missing."""
@@ -37,6 +39,12 @@ class PostgresStore(Store):
 
     def _vector(self, values: NDArray[np.float32]) -> str:
         return str(values.tolist())
+
+    def lock(self) -> bool:
+        return bool(self._run("SELECT pg_try_advisory_lock(?)", _LOCK)[0][0])
+
+    def unlock(self) -> None:
+        self._run("SELECT pg_advisory_unlock(?)", _LOCK)
 
     def close(self) -> None:
         self._connection.close()

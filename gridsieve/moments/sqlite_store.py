@@ -5,6 +5,7 @@ APSW brings a SQLite of its own: that of many builds of Python loads no extensio
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,18 @@ class SqliteStore(Store):
 
     def _vector(self, values: NDArray[np.float32]) -> bytes:
         return values.astype("<f4").tobytes()
+
+    def lock(self) -> bool:
+        self._lock = self._path.with_suffix(".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            return False
+        return True
+
+    def unlock(self) -> None:
+        self._lock.close()
 
     def close(self) -> None:
         self._connection.close()

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gridsieve.common.contract.errors import Unavailable
 from gridsieve.moments.films import FilmFile, Span
 
 _TABLES = (
@@ -60,6 +62,23 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+    @abstractmethod
+    def lock(self) -> bool:
+        """Takes the store for an update, until `unlock` or the end of the process. Returns False if another has it."""
+
+    @abstractmethod
+    def unlock(self) -> None: ...
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One update at a time: the end of one drops moments that no film has. Raises Unavailable."""
+        if not self.lock():
+            raise Unavailable("another update of this index has not ended", "store")
+        try:
+            yield
+        finally:
+            self.unlock()
 
     def create(self) -> None:
         """Makes the tables, unless they are there."""

@@ -104,12 +104,19 @@ class Update:
                     missing = [each for each in cut.spans if not self._store.has_moment(digest, each)]
                     await together(self._moment(film, digest, each, length_s) for each in missing)
                 self._store.add_film(film, digest, length_s)
+        except OSError as error:  # such as a file that was removed meanwhile
+            self._skip(film, digest, MediaRejected(f"cannot be read: {error.strerror or error}", field=film.path))
         except _OF_ONE_FILM as error:
-            self._unread.append(digest)
-            self._progress.skipped.append(Skipped(film.path, error))
+            self._skip(film, digest, error)
         else:
             self._progress.films += 1
             self._advance(0)
+
+    def _skip(self, film: FilmFile, digest: str, error: InvalidRequest) -> None:
+        """What the index had of the file is older than it."""
+        self._store.remove_film(film.path)
+        self._unread.append(digest)
+        self._progress.skipped.append(Skipped(film.path, error))
 
     async def _moment(self, film: FilmFile, digest: str, span: Span, film_s: float) -> None:
         frames = self._frames

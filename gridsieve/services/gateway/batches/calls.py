@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -46,7 +45,7 @@ class Calls:
         await self._app(self._scope(line), receive, send)
         headers, after_s = Headers(raw=begun[0]["headers"]), 1.0
         with suppress(ValueError):
-            after_s = float(headers.get("retry-after", math.nan))
+            after_s = float(headers.get("retry-after", ""))
         return Reply(begun[0]["status"], headers.get("x-request-id", ""), json.loads(told), after_s)
 
     def _scope(self, line: Line) -> Scope:

@@ -32,9 +32,9 @@ from gridsieve.services.gateway.http.request_guard import Call
 _WINDOW_S = 86_400.0
 _BODY = BodyLimit(2**16, "the limit of a batch", LARGER_BODIES)
 _MOST_LINES = 50_000  # OpenAI's
-_MOST_BATCHES = 100
-"""That are known; beyond it, those that ended first are forgotten."""
-_HELD_BYTES = 2**26
+_MOST_RUNNING, _MOST_BATCHES = 8, 100
+"""Of a caller. Beyond the second, those that ended first are forgotten."""
+_HELD_BYTES = 2**24
 _UNSENT = {
     "expired": "This request could not be answered before the completion window expired.",
     "cancelled": "This request was not answered before the batch was cancelled.",
@@ -91,7 +91,7 @@ class Batches:
 
     async def _begun(self, asked: BatchRequest, request: Request, owner: str) -> Batch:
         path = await asyncio.to_thread(self._files.batch_input, asked.input_file_id, owner)
-        self._forget()
+        self._forget(owner)
         now_s = time.time()
         batch = Batch(f"batch_{uuid.uuid4().hex}", owner, asked, now_s, now_s + self._lifetime_s)
         self._known[batch.id] = batch
@@ -100,14 +100,14 @@ class Batches:
         task.add_done_callback(self._tasks.discard)
         return batch
 
-    def _forget(self) -> None:
-        """Makes room for one. Raises Overloaded if none has ended."""
-        if len(self._known) < _MOST_BATCHES:
-            return
-        ended = next((each for each in self._known.values() if each.ended), None)
-        if ended is None:
-            raise Overloaded(f"{len(self._known)} batches run, which is as many as may", retry_after_s=_RETRY_S)
-        del self._known[ended.id]
+    def _forget(self, owner: str) -> None:
+        """Makes room for one of a caller. Raises Overloaded if as many run as may."""
+        own = [each for each in self._known.values() if each.owner == owner]
+        ended = [each for each in own if each.ended]
+        if len(own) - len(ended) >= _MOST_RUNNING:
+            raise Overloaded(f"{_MOST_RUNNING} batches of this caller run, as many as may", retry_after_s=_RETRY_S)
+        if len(own) >= _MOST_BATCHES:
+            del self._known[ended[0].id]
 
     async def _run(self, batch: Batch, path: Path, calls: Calls) -> None:
         try:
@@ -116,9 +116,11 @@ class Batches:
             batch.total = len(requests.ids)
             with Rows.arriving(batch, requests.ids, self._files, self._max_bytes) as rows:
                 end = await self._answered(batch, Job(requests, calls.ask, rows.write, held_bytes=_HELD_BYTES))
-                if end in _UNSENT:
-                    await asyncio.to_thread(rows.write_missing, f"batch_{end}", _UNSENT[end])
-                await asyncio.to_thread(rows.keep)
+                try:
+                    if end in _UNSENT:
+                        await asyncio.to_thread(rows.write_missing, f"batch_{end}", _UNSENT[end])
+                finally:  # what was answered is not lost
+                    await asyncio.to_thread(rows.keep)
             batch.move_to(end)
         except Exception as error:
             if not isinstance(error, GridsieveError | OSError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from gridsieve.client.prompt import Video
+from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.services.gateway.chat.completion import CompletionWriter
 from gridsieve.services.gateway.chat.content import names_of, turns_of
 from gridsieve.services.gateway.chat.options import options_of
@@ -18,6 +20,10 @@ def translated(body: bytearray, uploads: Uploads) -> Question:
     turns, (options, names) = turns_of(chat, uploads), options_of(chat)
     form = chat.response_format
     moments = form if isinstance(form, MomentsFormat) else None
+    if moments and moments.captions:
+        videos = sum(isinstance(part, Video) for turn in turns for part in turn.message.parts)
+        if videos != 1:
+            raise InvalidRequest(field="response_format.captions", limit="of one video", value=f"{videos} videos")
     return Question(
         model=chat.model,
         is_streamed=bool(chat.stream),

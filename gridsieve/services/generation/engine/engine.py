@@ -144,7 +144,9 @@ class Engine:
                 which = "the number of answers that may run and wait (--max-num-seqs, --max-waiting-requests)"
                 limit = f"at most {self._max_requests}, {which}"
                 raise InvalidRequest(field="sampling.n", limit=limit, value=len(answers))
-            in_flight = sum(each.holding.grows for each in self._scheduler.requests())
+            # Those that yield take no place from the others.
+            counted = (each for each in self._scheduler.requests() if request.yields or not each.yields)
+            in_flight = sum(each.holding.grows for each in counted)
             added = sum(each.holding.grows for each in answers)
             most = max(added, self._max_yielding) if request.yields else self._max_requests
             if in_flight + added > most:

@@ -239,9 +239,12 @@ class Scheduler:
 
     def _make_way(self) -> None:
         """Running requests that yield give up their places, if the oldest that waits needs them and does not yield."""
-        while self.waiting and self.running and self.running[-1].yields and not self.waiting[0].yields:
-            if self.waiting[0].num_unread or self._has_room(self.waiting[0]):
-                return
+        if not self.waiting or self.waiting[0].yields or self.waiting[0].num_unread:
+            return
+        staying = [each for each in self.running if not each.yields]
+        if not self._has_room(self.waiting[0], staying):  # it would not help
+            return
+        while self.running and self.running[-1].yields and not self._has_room(self.waiting[0], self.running):
             self._preempt(self.running[-1])
 
     def _admit(self) -> Request | None:
@@ -251,7 +254,7 @@ class Scheduler:
         request = self.waiting[0]
         if request.num_unread:  # preempted while its token is computed, which may be its last
             return None
-        if not self._has_room(request):
+        if not self._has_room(request, self.running):
             # What takes no blocks takes none from the oldest request, which is asked first each time.
             leased = (each for each in self.waiting if not each.holding.grows and not each.num_unread)
             if (found := next(leased, None)) is None:
@@ -261,14 +264,16 @@ class Scheduler:
         self._enter(request, Status.RUNNING)
         return request
 
-    def _has_room(self, request: Request) -> bool:
-        """Whether the oldest waiting request may run beside those that do."""
-        if len(self.running) == self._max_num_seqs:
+    def _has_room(self, request: Request, running: Sequence[Request]) -> bool:
+        """Whether the oldest waiting request may run beside `running`: the running requests, or those of them that do
+        not yield, once the others have lost their blocks."""
+        if len(running) == self._max_num_seqs:
             return False
         self.memory.reuse(request)
-        left = self.memory.left(self.running, (*self.waiting[1:], *self.awaiting_media))
+        losing = () if running is self.running else tuple(each for each in self.running if each.yields)
+        left = self.memory.left(running, (*self.waiting[1:], *self.awaiting_media, *losing))
         left -= sum(each.num_blocks for each in self.opening)
-        growing = any(each.holding.grows for each in self.running)
+        growing = any(each.holding.grows for each in running)
         return not (growing and request.holding.grows and self.memory.missing(request, request.tokens) > left)
 
     def _enter(self, request: Request, status: Status) -> None:

@@ -136,7 +136,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 is_split = wanted.tool_use or thought
                 readers = [AnswerReader(model.call_form, wanted.tool_use, thought) for _ in answers if is_split]
                 told = Answers(question, len(answers), clock, model.tokenizer, readers)
-                moments = ToldMoments(prompt, wanted.moments, model.notation) if wanted.moments else None
+                moments = None
+                if wanted.moments:
+                    moments = await asyncio.to_thread(ToldMoments, prompt, wanted.moments, model.notation)
                 while not told.complete:
                     for part in told.of(await events.next()):
                         response = response_of(part, usage, clock, model.tokenizer)

@@ -23,7 +23,10 @@ from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.plan import Int32Array, MediaPlan, Modality, PromptPlan
 
 MAX_TIMES = 4096
+MAX_SCHEMA_BYTES = 2**20  # with the times
+_ROUNDING = 1e-6
 FORMAT = "video-time"
+_LITERAL = ("const", "enum", "default", "examples")
 _MOMENTS = "sampling.moments"
 _SCHEMA = "sampling.json_schema"
 # Text within a JSON string.
@@ -38,7 +41,7 @@ class MomentsFormat:
 
     def __post_init__(self) -> None:
         if self.grain_s is not None and not 0 < self.grain_s < math.inf:
-            raise InvalidRequest(field=f"{_MOMENTS}.grain_s", limit="above 0", value=self.grain_s)
+            raise InvalidRequest(field=f"{_MOMENTS}.grain_s", limit="finite and above 0", value=self.grain_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,8 @@ class ClipTimes:
         first = self.begins_s[0]
         if grain_s is None:
             return (*self.slices_s, *([self.end_s] if self.end_s > self.slices_s[-1] else []))
-        return tuple(first + number * grain_s for number in range(int((self.end_s - first) / grain_s) + 1))
+        last = math.floor((self.end_s - first) / grain_s + _ROUNDING)
+        return tuple(min(self.end_s, first + number * grain_s) for number in range(last + 1))
 
     def slice_at(self, time_s: float) -> int:
         """The last slice that has begun."""
@@ -112,10 +116,13 @@ class Notation:
 
         Raises InvalidRequest if they are too many.
         """
+        least_s = (clip.end_s - clip.begins_s[0]) / MAX_TIMES
+        if grain_s is not None and grain_s <= least_s:
+            raise InvalidRequest(field=field, limit=f"above {least_s:.4g} for this video", value=grain_s)
         times = clip.times_s(grain_s)
-        if len(times) > MAX_TIMES:
-            least = (clip.end_s - clip.begins_s[0]) / MAX_TIMES
-            raise InvalidRequest(field=field, limit=f"above {least:.4g} for this video", value=grain_s)
+        if len(times) > MAX_TIMES + 1:
+            limit = f"set: the video has {len(times)} times, and at most {MAX_TIMES} can be told apart"
+            raise InvalidRequest(field=field, limit=limit)
         found = dict[str, float]()
         for time_s in times:
             found.setdefault(self._text(time_s, clip.end_s), time_s)
@@ -125,8 +132,8 @@ class Notation:
         """Rounded, but not beyond the clip's end."""
         parts = 100 if self.clock else 10
         count = round(time_s * parts)
-        if count > end_s * parts:
-            count = math.floor(end_s * parts)
+        if count > end_s * parts + _ROUNDING:
+            count = math.floor(end_s * parts + _ROUNDING)
         whole, part = divmod(count, parts)
         return f'"{whole // 60:02d}:{whole % 60:02d}.{part:02d}"' if self.clock else f"{whole}.{part}"
 
@@ -178,36 +185,46 @@ def schema_with_times(schema: str, plan: PromptPlan, notation: Notation) -> str:
 
     `type` `number` means seconds; `string` (or none), the family's notation. `multipleOf`: a grain, instead of slices.
     `video`: which of several videos, counted from 1.
-    Raises InvalidRequest if there is no such video. A text that is not JSON stays as it is.
+    Raises InvalidRequest if there is no such video, or for too many times. What cannot be read stays as it is.
     """
     try:
-        parsed = json.loads(schema)
+        return json.dumps(_Timed(plan, notation).schema(json.loads(schema)))
     except (ValueError, RecursionError):
-        return schema
-    return json.dumps(_timed(parsed, clips_of(plan, _SCHEMA), notation))
+        return schema  # `Grammars` tells what is wrong with it
 
 
-def _timed(schema: Any, clips: Sequence[ClipTimes], notation: Notation) -> Any:
-    if isinstance(schema, list):
-        return [_timed(each, clips, notation) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if schema.get("format") != FORMAT:
-        return {key: _timed(value, clips, notation) for key, value in schema.items()}
-    number, kind, grain_s = schema.get("video"), schema.get("type", "string"), schema.get("multipleOf")
-    if number is None and len(clips) == 1:
-        number = 1
-    if not (isinstance(number, int) and 1 <= number <= len(clips)):
-        limit = f"a number from 1 to {len(clips)}, as the prompt has several videos"
-        raise InvalidRequest(f"has a {FORMAT} whose `video` must be {limit}, got {number}", field=_SCHEMA)
-    if kind not in ("number", "string"):
-        raise InvalidRequest(f"has a {FORMAT} whose `type` must be number or string, got {kind}", field=_SCHEMA)
-    if grain_s is not None and not (isinstance(grain_s, int | float) and grain_s > 0):
-        raise InvalidRequest(f"has a {FORMAT} whose `multipleOf` must be above 0, got {grain_s}", field=_SCHEMA)
-    written = notation if kind == "string" else Notation()
-    texts = [json.loads(text) for text in written.spelled(clips[number - 1], grain_s, _SCHEMA)]
-    others = {key: value for key, value in schema.items() if key not in ("format", "video", "type", "multipleOf")}
-    return others | {"enum": texts if kind == "number" else [str(text) for text in texts]}
+class _Timed:
+    """Puts times into a schema."""
+
+    def __init__(self, plan: PromptPlan, notation: Notation) -> None:
+        self._plan, self._notation = plan, notation
+        self._bytes = 0
+
+    def schema(self, schema: Any) -> Any:
+        if isinstance(schema, list):
+            return [self.schema(each) for each in schema]
+        if not isinstance(schema, dict):
+            return schema
+        if schema.get("format") != FORMAT:
+            return {key: value if key in _LITERAL else self.schema(value) for key, value in schema.items()}
+        clips = clips_of(self._plan, _SCHEMA)
+        number, kind, grain_s = schema.get("video"), schema.get("type", "string"), schema.get("multipleOf")
+        if number is None and len(clips) == 1:
+            number = 1
+        if type(number) is not int or not 1 <= number <= len(clips):
+            raise InvalidRequest(f"has a {FORMAT} whose `video` must be 1 to {len(clips)}, got {number}", field=_SCHEMA)
+        if kind not in ("number", "string"):
+            raise InvalidRequest(f"has a {FORMAT} whose `type` must be number or string, got {kind}", field=_SCHEMA)
+        if grain_s is not None and not (type(grain_s) in (int, float) and 0 < grain_s < math.inf):
+            raise InvalidRequest(f"has a {FORMAT} whose `multipleOf` must be above 0, got {grain_s}", field=_SCHEMA)
+        written = self._notation if kind == "string" else Notation()
+        texts = [json.loads(text) for text in written.spelled(clips[number - 1], grain_s, _SCHEMA)]
+        self._bytes += sum(len(str(text)) for text in texts)
+        if self._bytes > MAX_SCHEMA_BYTES:
+            limit = f"at most {MAX_SCHEMA_BYTES} characters of times, of all {FORMAT} together"
+            raise InvalidRequest(field=_SCHEMA, limit=limit, remedy="define it once, and use `$ref`")
+        others = {key: value for key, value in schema.items() if key not in ("format", "video", "type", "multipleOf")}
+        return others | {"enum": texts if kind == "number" else [str(text) for text in texts]}
 
 
 class MomentsReader:
@@ -227,15 +244,19 @@ class MomentsReader:
         kept: by media index, the kept tokens of its grid, int32 [K].
         """
         shown = {index: set((tokens // self._slice_tokens[index]).tolist()) for index, tokens in kept.items()}
-        return [self._moment(told, shown) for told in _objects(text)]
+        return [moment for told in _objects(text) if (moment := self._moment(told, shown))]
 
-    def _moment(self, told: Mapping[str, Any], shown: Mapping[int, set[int]]) -> Moment:
-        number = told.get("video", 1) - 1
-        clip, times = self._clips[number], self._times[number]
-        start_s, end_s = (times[json.dumps(told[name])] for name in ("start_time", "end_time"))
+    def _moment(self, told: Mapping[str, Any], shown: Mapping[int, set[int]]) -> Moment | None:
+        """None for an object that is no moment, such as one in a thought whose end was not found."""
+        try:
+            number = told.get("video", 1) - 1
+            clip, times = self._clips[number], self._times[number]
+            start_s, end_s = (times[json.dumps(told[name])] for name in ("start_time", "end_time"))
+        except (LookupError, TypeError):
+            return None
         first, last = clip.slice_at(start_s), clip.slice_at(end_s)
         kept = not shown[clip.media_index].isdisjoint(range(first, last + 1))
-        return Moment(clip.media_index, start_s, end_s, told["description"], first, last, kept)
+        return Moment(clip.media_index, start_s, end_s, str(told.get("description")), first, last, kept)
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:

@@ -21,8 +21,8 @@ from gridsieve.services.generation.model.states import PADDING, RESERVED, ZERO
 from gridsieve.services.generation.parallel.group import Group
 from gridsieve.services.generation.request.batch import Context, Packed, StateUse, slots_of
 
-# More than a forward of the first size has rows, and no multiple. Of small ones so many forwards are enough.
-TOKENS, FORWARDS = 75, 8
+# So many tokens more than the largest forward has rows. Of small ones so many forwards are enough.
+MORE_TOKENS, FORWARDS = 43, 8
 # Other sequences before it, of one token each.
 OTHERS = 5
 
@@ -36,7 +36,7 @@ def use_equal_sizes(runner: Runner, blocks: int, block_tokens: int, group: Group
     a row depend on its place in a forward.
     """
     first, *more = row_sizes(runner.model)
-    tokens = min(TOKENS, blocks * block_tokens)
+    tokens = min(max(first, *more) + MORE_TOKENS, blocks * block_tokens)
     expected = _logits(runner, first, tokens, 0, block_tokens)
 
     def alike(size: int) -> bool:
@@ -45,9 +45,13 @@ def use_equal_sizes(runner: Runner, blocks: int, block_tokens: int, group: Group
         return bool(group.least(int(found))) if group else found
 
     if not alike(first):
+        device = runner.model.device
+        on_cpu = device.type == "cpu"
+        threads = f" with --threads {torch.get_num_threads()}" if on_cpu else ""
+        remedy = "; set --threads to a power of two" if on_cpu else ""
         raise StartupError(
-            f"--deterministic: on {runner.model.device} with --threads {torch.get_num_threads()}, the bits of a row "
-            f"depend on its place among the {first} of a forward; set --threads to a power of two"
+            f"--deterministic: on {device}{threads}, the bits of a row depend on its place among the {first} of a "
+            f"forward{remedy}"
         )
     runner.row_sizes = (first, *(size for size in more if alike(size)))
     log.info("deterministic", rows_of_a_forward=sorted(runner.row_sizes))
