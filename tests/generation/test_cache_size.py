@@ -126,13 +126,13 @@ def test_what_the_head_that_drafts_reads_of_the_largest_step_is_measured(memory:
 def test_the_measured_decode_step_gathers_the_maximum(memory: FakeMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that never reads a context in place."""
     gathered: list[int] = []
-    read = sdpa._read
+    read = sdpa.read_slots
 
     def count(layer: Tensor, slots: slice | Tensor, dtype: torch.dtype) -> Tensor:
         gathered.append(slots.numel() if isinstance(slots, Tensor) else 0)
         return read(layer, slots, dtype)
 
-    monkeypatch.setattr(sdpa, "_read", count)
+    monkeypatch.setattr(sdpa, "read_slots", count)
     monkeypatch.setattr(sdpa, "IN_PLACE_TOKENS", 10**9)
     flags = limits("--max-num-batched-tokens", "100", "--max-num-seqs", "9")
     fitting_tokens(flags, step_limits(flags, CPU), memory.model, None, memory, memory.capture)

@@ -15,7 +15,8 @@ parser = argparse.ArgumentParser()
 for name in ("listen", "metrics-port", "drain-s", "model", "media-root", "preprocessing", "encoder",
              "generation", "upload-root", "extra", "device", "tower-tensor-parallel"):
     parser.add_argument("--" + name)
-for name in ("refuse-to-start", "never-ready", "slow-start", "ignore-sigterm", "cut-off", "end-by-itself"):
+for name in ("refuse-to-start", "never-ready", "slow-start", "ignore-sigterm", "cut-off", "end-by-itself",
+             "deterministic"):
     parser.add_argument("--" + name, action="store_true")
 arguments = parser.parse_args([*sys.argv[1:], *os.environ.get("MORE", "").split()])
 name = pathlib.Path(sys.argv[0]).stem

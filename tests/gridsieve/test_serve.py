@@ -77,7 +77,7 @@ def test_a_malformed_address_ends_serve_with_2_in_one_line_about_its_flag(record
 def test_one_flag_makes_the_services_that_compute_deterministic(record: Path) -> None:
     with served(record, after=("--deterministic",)) as process:
         wait_until_ready(process)
-    given = {name for name in SERVICES if "--deterministic" in (record / f"{name}.arguments").read_text()}
+    given = {name for name in SERVICES if "'deterministic': True" in (record / f"{name}.arguments").read_text()}
     assert given == {"encoder", "generation"}
 
 
