@@ -1,4 +1,4 @@
-"""A Ray cluster on loopback: a head that computes nothing, and nodes that tests kill."""
+"""A Ray cluster on loopback, whose nodes tests kill."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from gridsieve.common.process import free_port
 from tests.integration.fleet import ROOT
 from tests.processes import children
 
+START_S = 600.0  # on a machine whose cores are busy
 _HOST = "127.0.0.1"
 _QUIET = ("--disable-usage-stats", "--object-store-memory", str(80 * 2**20), "--block")
-# Nodes share the memory of this machine, which other tests fill; node loss is noticed after 3 s instead of 25.
-_ENVIRONMENT = {
-    "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_failure_threshold": "3",
-    "PYTHONPATH": str(ROOT),
-}
+# Ray would kill workers where others fill the machine's memory.
+_ENVIRONMENT = {"RAY_memory_monitor_refresh_ms": "0", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass
@@ -33,14 +30,19 @@ class Node:
     """One `ray start`, with all that it starts."""
 
     process: subprocess.Popen[bytes]
+    log: Path
 
     @property
-    def processes(self) -> set[int]:
-        return descendants(self.process.pid)
+    def ready(self) -> bool:
+        return "Ray runtime started" in self.log.read_text()
+
+    def running(self, module: str) -> set[int]:
+        """Its processes that run a module or one below it."""
+        return {pid for pid in descendants(self.process.pid) if f"-m\0{module}" in command_line(pid)}
 
     def kill(self) -> None:
         """SIGKILL to all of its processes, as if its machine were lost."""
-        for pid in {self.process.pid, *self.processes}:
+        for pid in (self.process.pid, *descendants(self.process.pid)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
@@ -60,8 +62,9 @@ class Cluster:
             place = ("--head", "--port", str(self.port), "--include-dashboard", "false", "--temp-dir", str(self.folder))
         flags = ("--node-ip-address", _HOST, "--num-cpus", str(cpus), *place, *_QUIET)
         command = [f"{sys.prefix}/bin/ray", "start", *flags]
-        with (self.folder / "nodes.log").open("ab") as log:
-            self.nodes.append(Node(subprocess.Popen(command, stdout=log, stderr=log, env=self.environment)))
+        path = self.folder / f"{len(self.nodes)}.log"
+        with path.open("wb") as log:
+            self.nodes.append(Node(subprocess.Popen(command, stdout=log, stderr=log, env=self.environment), path))
         return self.nodes[-1]
 
     @property
@@ -70,18 +73,23 @@ class Cluster:
         return {**os.environ, **_ENVIRONMENT, "RAY_ADDRESS": f"{_HOST}:{self.port}"}
 
     def driver(self, *command: str) -> subprocess.Popen[str]:
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        """A program of Python."""
+        streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen([sys.executable, *command], env=self.environment, cwd=ROOT, **streams)
 
 
 @contextmanager
-def cluster(cpus: Sequence[int]) -> Iterator[Cluster]:
-    """Nodes with so many cores each, which are killed at the end."""
+def cluster(cpus: int) -> Iterator[Cluster]:
+    """A cluster of one node with so many cores. All nodes are killed at the end."""
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:  # short: of unix sockets
         made = Cluster(Path(folder))
         try:
-            for each in cpus:
-                made.add(each)
+            head = made.add(cpus)
+            deadline = time.monotonic() + START_S
+            while not head.ready:
+                assert head.process.poll() is None, head.log.read_text()
+                assert time.monotonic() < deadline, head.log.read_text()
+                time.sleep(0.1)
             yield made
         finally:
             for node in reversed(made.nodes):
@@ -89,5 +97,16 @@ def cluster(cpus: Sequence[int]) -> Iterator[Cluster]:
 
 
 def descendants(process: int) -> set[int]:
-    found = children(process)
+    try:
+        found = children(process)
+    except FileNotFoundError:  # it has ended
+        return set()
     return found.union(*map(descendants, found))
+
+
+def command_line(process: int) -> str:
+    """Its arguments, separated by NUL; empty if it has ended."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
