@@ -84,8 +84,7 @@ def run(
         clips = ray.data.from_items([{"uri": uri} for uri in dict.fromkeys(clips)])
     files, path = fsspec.url_to_fs(output)
     if done := _written(files, path):
-        kwargs = {"done": ray.put(done), "question": question}
-        clips = clips.map_batches(_without, batch_format="pyarrow", fn_kwargs=kwargs)
+        clips = clips.map_batches(_without, batch_format="pyarrow", fn_args=[done, question])
     answers(clips, question, **asking).write_parquet(path, filesystem=files, min_rows_per_file=rows_per_file)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import grpc
 import pytest
 
 pytest.importorskip("ray")
@@ -27,14 +28,21 @@ from tests.gridsieve.fake_services import FakeServices
 from tests.gridsieve.stack import events
 
 
+class Ended(Exception):
+    """In place of the end of this process."""
+
+
 class Generation(generation_pb2_grpc.GenerationServiceServicer):
-    """Raises each of `failures` once, then answers as `FakeServices`."""
+    """Raises each of `failures` once, then answers as `FakeServices`. knows: whether it takes the caller's token."""
 
     def __init__(self) -> None:
         self.fake = FakeServices()
         self.failures: list[GridsieveError] = []
+        self.knows = True
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        if not self.knows:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
         if self.failures:
             raise self.failures.pop()
         async for each in self.fake.Generate(request, context):
@@ -126,7 +134,7 @@ async def test_full_services_are_asked_again(services: Generation, clip: str) ->
 async def test_what_would_fail_each_row_fails_the_job(services: Generation, clip: str, failure: str) -> None:
     asking: dict[str, Any] = {}
     if failure == "token":
-        services.failures = [Unauthenticated("no token")]
+        services.knows = False
     if failure == "gone":
         asking["services"] = f"unix:{clip}.sock"
     raised = {"token": Unauthenticated, "gone": ConnectionError, "no question": InvalidRequest}[failure]
@@ -147,7 +155,7 @@ async def test_a_worker_whose_stack_loses_a_service_ends_so_that_ray_starts_both
     assert stack
     processes = list(stack.processes.values())
     os.kill(processes[-1].pid, signal.SIGKILL)
-    with patch("os._exit", side_effect=SystemExit) as ended, pytest.raises(SystemExit):
+    with patch("os._exit", side_effect=Ended) as ended, pytest.raises(Ended):
         await asyncio.wait_for(made(pa.table({"uri": [clip]})), 30)
     ended.assert_called_with(1)
     assert all(each.poll() is not None for each in processes)

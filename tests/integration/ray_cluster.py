@@ -57,10 +57,9 @@ class Cluster:
     nodes: list[Node] = field(default_factory=list)
 
     def add(self, cpus: int) -> Node:
-        place = ("--address", f"{_HOST}:{self.port}")
-        if not self.nodes:
-            place = ("--head", "--port", str(self.port), "--include-dashboard", "false", "--temp-dir", str(self.folder))
-        flags = ("--node-ip-address", _HOST, "--num-cpus", str(cpus), *place, *_QUIET)
+        first = ["--head", "--port", str(self.port), "--include-dashboard", "false", "--temp-dir", str(self.folder)]
+        place = ["--address", f"{_HOST}:{self.port}"] if self.nodes else first
+        flags = [*place, "--node-ip-address", _HOST, "--num-cpus", str(cpus), *_QUIET]
         command = [f"{sys.prefix}/bin/ray", "start", *flags]
         path = self.folder / f"{len(self.nodes)}.log"
         with path.open("wb") as log:
