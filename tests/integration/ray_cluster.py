@@ -19,8 +19,9 @@ from tests.integration.fleet import ROOT
 from tests.processes import children
 
 START_S = 600.0  # on a machine whose cores are busy
-_HOST = "127.0.0.1"
-_QUIET = ("--disable-usage-stats", "--object-store-memory", str(80 * 2**20), "--block")
+# Ray takes the machine's own address for 127.0.0.1, and ports for workers that `free_port` may have given to others.
+_HEAD = "127.0.0.2"
+_FLAGS = ("--min-worker-port", "0", "--max-worker-port", "0", "--object-store-memory", str(80 * 2**20))
 # Ray would kill workers where others fill the machine's memory.
 _ENVIRONMENT = {"RAY_memory_monitor_refresh_ms": "0", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
@@ -58,9 +59,10 @@ class Cluster:
 
     def add(self, cpus: int) -> Node:
         first = ["--head", "--port", str(self.port), "--include-dashboard", "false", "--temp-dir", str(self.folder)]
-        place = ["--address", f"{_HOST}:{self.port}"] if self.nodes else first
-        flags = [*place, "--node-ip-address", _HOST, "--num-cpus", str(cpus), *_QUIET]
-        command = [f"{sys.prefix}/bin/ray", "start", *flags]
+        place = ["--address", f"{_HEAD}:{self.port}"] if self.nodes else first
+        host = f"127.0.0.{2 + len(self.nodes)}"
+        command = [f"{sys.prefix}/bin/ray", "start", *place, "--node-ip-address", host, "--num-cpus", str(cpus)]
+        command += [*_FLAGS, "--disable-usage-stats", "--block"]
         path = self.folder / f"{len(self.nodes)}.log"
         with path.open("wb") as log:
             self.nodes.append(Node(subprocess.Popen(command, stdout=log, stderr=log, env=self.environment), path))
@@ -69,7 +71,7 @@ class Cluster:
     @property
     def environment(self) -> dict[str, str]:
         """Of drivers, too."""
-        return {**os.environ, **_ENVIRONMENT, "RAY_ADDRESS": f"{_HOST}:{self.port}"}
+        return {**os.environ, **_ENVIRONMENT, "RAY_ADDRESS": f"{_HEAD}:{self.port}"}
 
     def driver(self, *command: str) -> subprocess.Popen[str]:
         """A program of Python."""
