@@ -83,8 +83,8 @@ def run(
     if not isinstance(clips, Dataset):
         clips = ray.data.from_items([{"uri": uri} for uri in dict.fromkeys(clips)])
     files, path = fsspec.url_to_fs(output)
-    if done := _written(files, path):
-        clips = clips.map_batches(_without, batch_format="pyarrow", fn_args=[done, question])
+    if done := written(files, path):
+        clips = clips.map_batches(without, batch_format="pyarrow", fn_args=[done, question])
     answers(clips, question, **asking).write_parquet(path, filesystem=files, min_rows_per_file=rows_per_file)
 
 
@@ -137,13 +137,14 @@ def task_of(question: str | None, asking: Asking) -> Task:
     return task
 
 
-def _without(clips: pa.Table, done: frozenset[tuple[str, str]], question: str | None) -> pa.Table:
+def without(clips: pa.Table, done: frozenset[tuple[str, str]], question: str | None) -> pa.Table:
+    """The rows whose pair of URI and question is not done. question: of rows without their own."""
     asked = zip(clips["uri"].to_pylist(), questions_of(clips, question).to_pylist(), strict=True)
     return clips.filter(pa.array([each not in done for each in asked], pa.bool_()))
 
 
-def _written(files: fsspec.AbstractFileSystem, folder: str) -> frozenset[tuple[str, str]]:
-    """URI and question of each row in the Parquet files of a folder."""
+def written(files: fsspec.AbstractFileSystem, folder: str) -> frozenset[tuple[str, str]]:
+    """URI and question of each row in the Parquet files of a folder. Removes files without an end."""
     files.invalidate_cache()
     with ThreadPoolExecutor(_READERS) as readers:
         found = readers.map(partial(_rows_of, files), files.glob(f"{folder}/*.parquet"))

@@ -15,12 +15,14 @@ import pytest
 
 pytest.importorskip("ray")
 
+import fsspec
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from gridsieve.cli.launcher import LocalStack
 from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, MediaDamaged, Overloaded, Unauthenticated
 from gridsieve.ray import worker
-from gridsieve.ray.job import task_of
+from gridsieve.ray.job import task_of, without, written
 from gridsieve.ray.worker import Worker
 from gridsieve.v1 import generation_pb2_grpc
 from tests.common.loopback import serving
@@ -146,6 +148,19 @@ async def test_what_would_fail_each_row_fails_the_job(services: Generation, clip
 def test_options_that_no_request_can_have_are_refused_before_the_job(asking: dict[str, Any], raised: Any) -> None:
     with pytest.raises(raised, match=next(iter(asking))):
         task_of("What moves?", asking)
+
+
+def test_a_job_that_begins_again_asks_what_is_not_written_and_removes_files_without_an_end(tmp_path: Path) -> None:
+    rows = pa.table({"uri": ["a", "b"], "question": ["What moves?", "When?"], "answer": ["x", None]})
+    pq.write_table(rows, tmp_path / "1.parquet")
+    (tmp_path / "2.parquet").write_bytes((tmp_path / "1.parquet").read_bytes()[:-9])
+    done = written(fsspec.filesystem("file"), str(tmp_path))
+    assert done == {("a", "What moves?"), ("b", "When?")}
+    assert [each.name for each in tmp_path.iterdir()] == ["1.parquet"]
+    assert not written(fsspec.filesystem("file"), str(tmp_path / "nowhere"))
+    clips = pa.table({"uri": ["a", "a", "b", "c"], "question": ["When?", None, None, None]})
+    assert without(clips, done, "What moves?")["uri"].to_pylist() == ["a", "b", "c"]
+    assert without(clips.select(["uri"]), done, "When?")["uri"].to_pylist() == ["a", "a", "c"]
 
 
 async def test_a_worker_whose_stack_loses_a_service_ends_so_that_ray_starts_both_again(record: Path, clip: str) -> None:
