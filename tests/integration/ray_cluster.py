@@ -58,11 +58,12 @@ class Cluster:
     nodes: list[Node] = field(default_factory=list)
 
     def add(self, cpus: int) -> Node:
-        first = ["--head", "--port", str(self.port), "--include-dashboard", "false", "--temp-dir", str(self.folder)]
+        first = ["--head", "--port", str(self.port), "--temp-dir", str(self.folder), "--include-dashboard", "false"]
+        first += ["--no-monitor", "--ray-client-server-port", str(free_port())]
         place = ["--address", f"{_HEAD}:{self.port}"] if self.nodes else first
         host = f"127.0.0.{2 + len(self.nodes)}"
         command = [f"{sys.prefix}/bin/ray", "start", *place, "--node-ip-address", host, "--num-cpus", str(cpus)]
-        command += [*_FLAGS, "--disable-usage-stats", "--block"]
+        command += [*_FLAGS, "--disable-usage-stats", "--include-log-monitor", "false", "--block"]
         path = self.folder / f"{len(self.nodes)}.log"
         with path.open("wb") as log:
             self.nodes.append(Node(subprocess.Popen(command, stdout=log, stderr=log, env=self.environment), path))
