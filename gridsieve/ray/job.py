@@ -46,8 +46,8 @@ class Asking(Options, total=False):
     workers: how many. Default: one for each node that lives when the job begins.
     in_flight: requests of a worker at the same time. Default: 32.
     reserve: what Ray reserves for a worker, by the names of `Dataset.map_batches`: num_cpus, num_gpus, memory,
-        resources, label_selector, accelerator_type. Default: nothing for a client; what Ray reserves by default for a
-        stack, which has no other cores and GPUs than these.
+        resources, label_selector, accelerator_type. Default: nothing. A stack sees no other GPUs than these. Cores are
+        only counted, and the job waits for ever if workers have reserved all: dividing and writing rows needs one.
     read_by: "worker": a worker reads the clip by fsspec and sends its bytes. "service": only its name is sent, a path
         below preprocessing's --media-root or a URL that preprocessing fetches. Default: "worker".
     max_inline_bytes: of a clip that a worker reads: the services' --max-inline-bytes. Default: 64 MiB.
@@ -106,7 +106,7 @@ def answers(clips: Dataset, question: str | None = None, **asking: Unpack[Asking
     pool = ActorPoolStrategy(
         size=workers, max_concurrent_calls_per_actor=_ASKED, max_tasks_in_flight_per_actor=_ASKED + _WAITING
     )
-    reserve = asking.get("reserve", {} if isinstance(task.services, LocalStack) else {"num_cpus": 0})
+    reserve = {"num_cpus": 0} | dict(asking.get("reserve", {}))  # Ray's own default of 1 could take the last core
     batches = clips.repartition(target_num_rows_per_block=task.in_flight)
     return batches.map_batches(
         Worker,

@@ -38,7 +38,7 @@ clips, output, asking = map(eval, sys.argv[1:])
 gridsieve.ray.run(clips, output, "What moves?", **asking)
 """
 UNCOMPILED = dict.fromkeys(("encoder", "generation"), ("--compile", "off"))
-SOON_S = 600.0  # on a machine whose cores are busy
+SOON_S = 120.0
 
 
 class Gate(generation_pb2_grpc.GenerationServiceServicer):
@@ -126,7 +126,7 @@ async def test_clips_of_a_lost_node_are_asked_again_and_each_is_written_once(
     job = begin(head, tmp_path, clips, workers=2)
     await until(lambda: gate.held == 4 or job.poll() is not None, SOON_S)  # two workers with two requests each
     node.kill()
-    await until(lambda: gate.lost == 2 or job.poll() is not None, SOON_S)
+    await until(lambda: gate.lost >= 2 or job.poll() is not None, SOON_S)
     gate.opened.set()
     printed = await finish(job)
     rows = written(tmp_path)
@@ -169,7 +169,7 @@ async def test_workers_start_stacks_of_their_own_and_others_after_a_service_has_
     for path in clips:
         path.write_bytes(another_file(CLIP.read_bytes()))
     stack = f"LocalStack(flags={UNCOMPILED})"
-    asking = {"in_flight": 1, "rows_per_file": 1, "workers": 1, "reserve": {"num_cpus": 0}}
+    asking = {"in_flight": 1, "rows_per_file": 1, "workers": 1}
     asked = f"{{'services': {stack}, **{asking}}}"
     job = head.driver("-c", JOB, repr(list(map(str, clips))), repr(str(tmp_path / "output")), asked)
     await until(lambda: written(tmp_path) or job.poll() is not None, SOON_S)
@@ -180,7 +180,8 @@ async def test_workers_start_stacks_of_their_own_and_others_after_a_service_has_
     rows = written(tmp_path)
     assert [row["uri"] for row in rows] == list(map(str, clips)), printed
     assert {row["answer"] for row in rows} == {QUESTIONS[0].answer}
-    assert "generation has ended" in printed
+    logs = (head.folder / "session_latest" / "logs").glob("worker-*.err")
+    assert any("generation has ended" in log.read_text() for log in logs)
     await until(lambda: not head.nodes[0].running("gridsieve.services"), SOON_S)
 
 
