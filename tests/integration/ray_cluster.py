@@ -18,7 +18,7 @@ from gridsieve.common.process import free_port
 from tests.integration.fleet import ROOT
 from tests.processes import children
 
-START_S = 120.0  # on a machine whose cores are busy
+START_S = 180.0  # on a machine whose cores are busy
 # Ray takes the machine's own address for 127.0.0.1, and ports for workers that `free_port` may have given to others.
 _HEAD = "127.0.0.2"
 _FLAGS = ("--min-worker-port", "0", "--max-worker-port", "0", "--object-store-memory", str(80 * 2**20))
