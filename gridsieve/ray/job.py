@@ -46,8 +46,8 @@ class Asking(Options, total=False):
     workers: how many. Default: one for each node that lives when the job begins.
     in_flight: requests of a worker at the same time. Default: 32.
     reserve: what Ray reserves for a worker, by the names of `Dataset.map_batches`: num_cpus, num_gpus, memory,
-        resources, label_selector, accelerator_type. Default: nothing. A stack sees no other GPUs than these. Cores are
-        only counted, and the job waits for ever if workers have reserved all: dividing and writing rows needs one.
+        resources, label_selector, accelerator_type. Default: nothing, so that no job waits for ever for the core that
+        dividing and writing rows needs. A worker that reserves no GPU sees all of its node.
     read_by: "worker": a worker reads the clip by fsspec and sends its bytes. "service": only its name is sent, a path
         below preprocessing's --media-root or a URL that preprocessing fetches. Default: "worker".
     max_inline_bytes: of a clip that a worker reads: the services' --max-inline-bytes. Default: 64 MiB.
