@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ START_S = 180.0  # on a machine whose cores are busy
 # Ray takes the machine's own address for 127.0.0.1, and ports for workers that `free_port` may have given to others.
 _HEAD = "127.0.0.2"
 _FLAGS = ("--min-worker-port", "0", "--max-worker-port", "0", "--object-store-memory", str(80 * 2**20))
+_FLAGS += ("--disable-usage-stats", "--include-log-monitor", "false")
 # Ray would kill workers where others fill the machine's memory.
 _ENVIRONMENT = {"RAY_memory_monitor_refresh_ms": "0", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
@@ -57,13 +59,13 @@ class Cluster:
     port: int = field(default_factory=free_port)
     nodes: list[Node] = field(default_factory=list)
 
-    def add(self, cpus: int) -> Node:
+    def add(self, cpus: int, **resources: float) -> Node:
         first = ["--head", "--port", str(self.port), "--temp-dir", str(self.folder), "--include-dashboard", "false"]
         first += ["--no-monitor", "--ray-client-server-port", str(free_port())]
         place = ["--address", f"{_HEAD}:{self.port}"] if self.nodes else first
         host = f"127.0.0.{2 + len(self.nodes)}"
         command = [f"{sys.prefix}/bin/ray", "start", *place, "--node-ip-address", host, "--num-cpus", str(cpus)]
-        command += [*_FLAGS, "--disable-usage-stats", "--include-log-monitor", "false", "--block"]
+        command += ["--resources", json.dumps(resources), *_FLAGS, "--block"]
         path = self.folder / f"{len(self.nodes)}.log"
         with path.open("wb") as log:
             self.nodes.append(Node(subprocess.Popen(command, stdout=log, stderr=log, env=self.environment), path))

@@ -121,18 +121,19 @@ def written(tmp_path: Path) -> list[dict[str, Any]]:
 async def test_clips_of_a_lost_node_are_asked_again_and_each_is_written_once(
     head: Cluster, gate: Gate, clips: list[str], tmp_path: Path
 ) -> None:
-    node = head.add(cpus=1)
+    node = head.add(cpus=1, worker=2)  # a resource that the head does not have
     await until(lambda: node.ready, SOON_S)
-    job = begin(head, tmp_path, clips, workers=2)
+    job = begin(head, tmp_path, clips, workers=2, reserve={"resources": {"worker": 1}})
     await until(lambda: gate.held == 4 or job.poll() is not None, SOON_S)  # two workers with two requests each
     node.kill()
-    await until(lambda: gate.lost >= 2 or job.poll() is not None, SOON_S)
+    await until(lambda: gate.lost == 4 or job.poll() is not None, SOON_S)
     gate.opened.set()
+    head.add(cpus=1, worker=2)
     printed = await finish(job)
     rows = written(tmp_path)
     assert [row["uri"] for row in rows] == clips, printed
     assert {row["answer"] for row in rows} == {"A red ball ⚽"}
-    assert len(gate.asked) >= len(clips) + 2
+    assert len(gate.asked) >= len(clips) + 4
 
 
 async def test_a_job_that_was_killed_goes_on_and_asks_nothing_that_is_written(
