@@ -35,20 +35,29 @@ class Ended(Exception):
 
 
 class Generation(generation_pb2_grpc.GenerationServiceServicer):
-    """Raises each of `failures` once, then answers as `FakeServices`. knows: whether it takes the caller's token."""
+    """Raises each of `failures` once, then answers as `FakeServices`. knows: whether it takes the caller's token.
+
+    together: requests are answered in groups of so many.
+    """
 
     def __init__(self) -> None:
         self.fake = FakeServices()
         self.failures: list[GridsieveError] = []
         self.knows = True
+        self.together = asyncio.Barrier(1)
+        self.running = self.most_running = 0
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         if not self.knows:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
         if self.failures:
             raise self.failures.pop()
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        await self.together.wait()
         async for each in self.fake.Generate(request, context):
             yield each
+        self.running -= 1
 
 
 @pytest.fixture
@@ -121,9 +130,10 @@ async def test_services_read_paths_below_their_root_and_urls(services: Generatio
 
 
 async def test_a_worker_has_many_requests_in_flight_but_no_more_than_it_may(services: Generation, clip: str) -> None:
+    services.together = asyncio.Barrier(3)
     found = await rows(Path(clip).parent, {"uri": [clip] * 12}, in_flight=3)
     assert len(found) == len(services.fake.asked) == 12
-    assert services.fake.most_running == 3
+    assert services.most_running == 3
 
 
 async def test_full_services_are_asked_again(services: Generation, clip: str) -> None:
