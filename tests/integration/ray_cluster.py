@@ -22,8 +22,8 @@ from tests.processes import children
 START_S = 180.0  # on a machine whose cores are busy
 # Ray takes the machine's own address for 127.0.0.1, and ports for workers that `free_port` may have given to others.
 _HEAD = "127.0.0.2"
-_FLAGS = ("--min-worker-port", "0", "--max-worker-port", "0", "--object-store-memory", str(80 * 2**20))
-_FLAGS += ("--disable-usage-stats", "--include-log-monitor", "false")
+_PORTS = ("--min-worker-port", "0", "--max-worker-port", "0")
+_FLAGS = (*_PORTS, "--object-store-memory", str(80 * 2**20), "--disable-usage-stats", "--include-log-monitor", "false")
 # Ray would kill workers where others fill the machine's memory.
 _ENVIRONMENT = {"RAY_memory_monitor_refresh_ms": "0", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
