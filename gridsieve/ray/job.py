@@ -7,6 +7,7 @@ reads there what has been asked.
 
 from __future__ import annotations
 
+import glob
 import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -147,7 +148,7 @@ def written(files: fsspec.AbstractFileSystem, folder: str) -> frozenset[tuple[st
     """URI and question of each row in the Parquet files of a folder. Removes files without an end."""
     files.invalidate_cache()
     with ThreadPoolExecutor(_READERS) as readers:
-        found = readers.map(partial(_rows_of, files), files.glob(f"{folder}/*.parquet"))
+        found = readers.map(partial(_rows_of, files), files.glob(f"{glob.escape(folder)}/*.parquet"))
         return frozenset(row for rows in found for row in rows)
 
 

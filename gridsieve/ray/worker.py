@@ -33,6 +33,7 @@ ReadBy: TypeAlias = Literal["worker", "service"]
 # Services that are gone for so long fail the job.
 PATIENCE_S = 600.0
 RETRY_S = 1.0
+READ_TRIES = 3
 _COLUMNS = pa.schema(
     {
         "answer": pa.string(),
@@ -99,7 +100,7 @@ class Worker:
     async def _row(self, client: GridsieveClient, uri: str, question: str) -> dict[str, str | int]:
         async with self._places:
             try:
-                clip = await asyncio.to_thread(self._read, uri)
+                clip = await self._clip(uri)
                 answer = await self._answer(client, clip, question)
             except Unauthenticated:
                 raise
@@ -118,8 +119,22 @@ class Worker:
             "kept_tokens": sum(each.num_kept for each in usage.media),
         }
 
+    async def _clip(self, uri: str) -> Video:
+        """Reads again what may pass, such as a storage that cannot be reached. Raises as `_read`, and ConnectionError,
+        which fails the job: other clips would fail alike."""
+        for tries_left in reversed(range(READ_TRIES)):
+            try:
+                return await asyncio.to_thread(self._read, uri)
+            except (ImportError, GridsieveError):
+                raise
+            except Exception as error:  # each file system has its own
+                if not tries_left or isinstance(error, PermissionError):
+                    raise ConnectionError(f"{uri} cannot be read: {error!r}") from None
+            await asyncio.sleep(RETRY_S)
+        raise AssertionError
+
     def _read(self, uri: str) -> Video:
-        """Raises MediaRejected for a clip that cannot be read or is too large."""
+        """Raises MediaRejected for a clip that is not there or is too large."""
         frames, limit = self._task.frames, self._task.max_inline_bytes
         if self._task.read_by == "service":
             check_scheme(uri)
@@ -128,9 +143,8 @@ class Worker:
             files, path = fsspec.url_to_fs(uri)
             size_bytes = files.size(path) or 0  # of a web server that does not tell it: None
             data = b"" if size_bytes > limit else files.cat_file(path)
-        except ImportError:  # the file system's package is missing, for all clips
-            raise
-        except Exception as error:  # each file system has its own
+            size_bytes = size_bytes or len(data)
+        except (FileNotFoundError, IsADirectoryError, ValueError) as error:  # the last: of an unknown protocol
             raise MediaRejected(f"{uri} cannot be read: {error!r}") from error
         if size_bytes > limit:
             raise MediaRejected(
