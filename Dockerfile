@@ -93,6 +93,7 @@ COPY gridsieve/services/__init__.py $PACKAGE/services/
 COPY gridsieve/services/gateway $PACKAGE/services/gateway
 COPY gridsieve/*.py gridsieve/py.typed $PACKAGE/
 COPY gridsieve/client $PACKAGE/client
+COPY gridsieve/jobs $PACKAGE/jobs
 COPY demo/clip.mp4 $PACKAGE/
 RUN useradd --system --uid 10001 gridsieve && install --directory --owner=gridsieve --mode=700 /uploads
 USER gridsieve
