@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,17 @@ def test_the_gateway_writes_uploads_where_preprocessing_reads_them() -> None:
         # A new volume has the owner of the image's folder.
         target = (ROOT / "Dockerfile").read_text().partition(f" AS {service}\n")[2].partition("\nFROM ")[0]
         assert f"install --directory --owner=gridsieve --mode=700 {root}\n" in target
+
+
+@pytest.mark.parametrize("service", ["preprocessing", "gateway"])
+def test_an_image_has_every_package_that_its_service_imports(service: str) -> None:
+    """Of those without torch, which take long to import."""
+    program = f"import sys, gridsieve.services.{service}.__main__; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True).stdout
+    imported = set(re.findall(r"gridsieve\.(?:services\.)?\w+(?=\.)", modules))
+    target = (ROOT / "Dockerfile").read_text().partition(f" AS {service}\n")[2].partition("\nFROM ")[0]
+    copied = set(re.findall(r"COPY (gridsieve/\S+) \$PACKAGE", target))
+    assert {name.replace(".", "/") for name in imported} - copied <= {"gridsieve/services", "gridsieve/v1"}
 
 
 @pytest.mark.parametrize("service", SETTINGS)
