@@ -421,6 +421,7 @@ async def test_it_has_the_doors_access_and_limits(live_stack: Stack, tmp_path: P
     }
 
 
+@pytest.mark.deep  # of times, which a busy machine makes longer
 async def test_large_pictures_do_not_hold_up_the_gateways_loop(live_stack: Stack, tmp_path: Path) -> None:
     """As in test_event_loop.py: a fault is slow in every round."""
     # Readers skip what follows the picture. To join the parts of the largest message takes about as long as is slow.
