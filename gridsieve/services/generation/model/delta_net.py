@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
 
 from gridsieve.services.compute.kernels import check_result
-from gridsieve.services.generation.model.recurrent_layer import Kernels, RecurrentLayer, SlotKernels, TriedKernels
+from gridsieve.services.generation.model.recurrent_layer import (
+    Kernels,
+    RecurrentLayer,
+    SlotKernels,
+    SlotSteps,
+    TriedKernels,
+)
 from gridsieve.services.generation.model.states import FEW_TOKENS, StateBatch, StateSizes
 
 _INSTALLED = Kernels(torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule)
@@ -58,15 +64,8 @@ class GatedDeltaRule(TriedKernels):
     def output(self) -> tuple[int, int]:
         return self.value_heads, self.value_dim
 
-    def step_slots(
-        self,
-        kernels: SlotKernels,
-        matrices: Tensor,
-        slots: Sequence[Tensor],
-        rows: Sequence[Tensor],
-        tokens: tuple[int, int, int],
-    ) -> None:
-        kernels.delta(matrices, slots, rows, tokens, self.key_heads)
+    def step_slots(self, kernels: SlotKernels, steps: SlotSteps) -> None:
+        kernels.delta(steps, self.key_heads)
 
     def sample(self, tokens: int, drawn: Callable[..., Tensor]) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]]:
         channels = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim

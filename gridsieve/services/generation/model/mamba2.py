@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan, mamba2_selective_state_update
 
 from gridsieve.services.compute.kernels import check_result
-from gridsieve.services.generation.model.recurrent_layer import Kernels, RecurrentLayer, SlotKernels, TriedKernels
+from gridsieve.services.generation.model.recurrent_layer import (
+    Kernels,
+    RecurrentLayer,
+    SlotKernels,
+    SlotSteps,
+    TriedKernels,
+)
 from gridsieve.services.generation.model.states import FEW_TOKENS, StateBatch, StateSizes
 
 _INSTALLED = Kernels(mamba2_chunk_scan, mamba2_selective_state_update)
@@ -68,15 +74,8 @@ class SelectiveScan(TriedKernels):
     def output(self) -> tuple[int, int]:
         return self.heads, self.head_dim
 
-    def step_slots(
-        self,
-        kernels: SlotKernels,
-        matrices: Tensor,
-        slots: Sequence[Tensor],
-        rows: Sequence[Tensor],
-        tokens: tuple[int, int, int],
-    ) -> None:
-        kernels.scan(matrices, slots, rows, tokens, self.groups)
+    def step_slots(self, kernels: SlotKernels, steps: SlotSteps) -> None:
+        kernels.scan(steps, self.groups)
 
     def sample(self, tokens: int, drawn: Callable[..., Tensor]) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]]:
         convolved = drawn(2, tokens, self.heads * self.head_dim + 2 * self.groups * self.state_dim)

@@ -37,31 +37,27 @@ class Kernels:
         return Kernels(inspect.unwrap(self.chunk), inspect.unwrap(self.step))
 
 
-class SlotKernels(Protocol):
-    """Advance matrices from slot to slot: `state_kernels.TritonStates`.
+@dataclass(frozen=True, slots=True)
+class SlotSteps:
+    """Tokens of R sequences that advance their states within the slots.
 
     matrices: of all slots. slots: int64 [R], which are read and written. rows: the channels of the tokens [R, L, ..],
     what decides how much they change [R, L, heads] each (of a scan also rates and skip, float32 [heads]), and the
     output. tokens: the first that is taken, the first that is not, and L.
     """
 
-    def delta(
-        self,
-        matrices: Tensor,
-        slots: Sequence[Tensor],
-        rows: Sequence[Tensor],
-        tokens: tuple[int, int, int],
-        key_heads: int,
-    ) -> None: ...
+    matrices: Tensor
+    slots: Sequence[Tensor]
+    rows: Sequence[Tensor]
+    tokens: tuple[int, int, int]
 
-    def scan(
-        self,
-        matrices: Tensor,
-        slots: Sequence[Tensor],
-        rows: Sequence[Tensor],
-        tokens: tuple[int, int, int],
-        groups: int,
-    ) -> None: ...
+
+class SlotKernels(Protocol):
+    """`state_kernels.TritonStates`."""
+
+    def delta(self, steps: SlotSteps, key_heads: int) -> None: ...
+
+    def scan(self, steps: SlotSteps, groups: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +115,8 @@ class TriedKernels:
         out, start = convolved.new_empty(*convolved.shape[:2], heads, head_dim), 0
         for end, read, write in zip(ends, slots, slots[1:], strict=False):
             tokens = (start, end, ends[-1])
-            self.step_slots(self.slot_kernels, matrices, (read, write), (*rows, *weights, out), tokens)
+            steps = SlotSteps(matrices, (read, write), (*rows, *weights, out), tokens)
+            self.step_slots(self.slot_kernels, steps)
             start = end
         return out
 
@@ -138,14 +135,7 @@ class TriedKernels:
         """Heads, and head_dim."""
         raise NotImplementedError
 
-    def step_slots(
-        self,
-        kernels: SlotKernels,
-        matrices: Tensor,
-        slots: Sequence[Tensor],
-        rows: Sequence[Tensor],
-        tokens: tuple[int, int, int],
-    ) -> None:
+    def step_slots(self, kernels: SlotKernels, steps: SlotSteps) -> None:
         raise NotImplementedError
 
     def check_slots(self, exact: Self, like: Tensor, drawn: Callable[..., Tensor]) -> None:

@@ -14,11 +14,11 @@ Source: the formulas are those of arXiv 2412.06464 and arXiv 2405.21060, as tran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from gridsieve.services.generation.model.recurrent_layer import SlotSteps
 
 # What a program has of a head: so many columns of a delta network's matrix, or rows of a scan's, in the registers of
 # one warp.
@@ -119,36 +119,23 @@ def _scan(
 class TritonStates:
     """Implements `SlotKernels`."""
 
-    def delta(
-        self,
-        matrices: Tensor,
-        slots: Sequence[Tensor],
-        rows: Sequence[Tensor],
-        tokens: tuple[int, int, int],
-        key_heads: int,
-    ) -> None:
-        _, value_heads, key_dim, value_dim = matrices.shape
-        _delta[len(slots[0]), value_heads, triton.cdiv(value_dim, _PART)](
-            *(matrices, *slots, *_strides(slots), *rows, *tokens),
+    def delta(self, steps: SlotSteps, key_heads: int) -> None:
+        _, value_heads, key_dim, value_dim = steps.matrices.shape
+        _delta[len(steps.slots[0]), value_heads, triton.cdiv(value_dim, _PART)](
+            *_arguments(steps),
             *(key_heads, value_heads, key_dim, value_dim, triton.next_power_of_2(key_dim), _PART),
             num_warps=1,
         )
 
-    def scan(
-        self,
-        matrices: Tensor,
-        slots: Sequence[Tensor],
-        rows: Sequence[Tensor],
-        tokens: tuple[int, int, int],
-        groups: int,
-    ) -> None:
-        _, heads, head_dim, state_dim = matrices.shape
-        _scan[len(slots[0]), heads, triton.cdiv(head_dim, _PART)](
-            *(matrices, *slots, *_strides(slots), *rows, *tokens),
+    def scan(self, steps: SlotSteps, groups: int) -> None:
+        _, heads, head_dim, state_dim = steps.matrices.shape
+        _scan[len(steps.slots[0]), heads, triton.cdiv(head_dim, _PART)](
+            *_arguments(steps),
             *(heads, head_dim, groups, state_dim, triton.next_power_of_2(state_dim), _PART),
             num_warps=1,
         )
 
 
-def _strides(slots: Sequence[Tensor]) -> list[int]:
-    return [each.stride(0) for each in slots]
+def _arguments(steps: SlotSteps) -> tuple[Tensor | int, ...]:
+    strides = (each.stride(0) for each in steps.slots)
+    return steps.matrices, *steps.slots, *strides, *steps.rows, *steps.tokens
