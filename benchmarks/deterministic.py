@@ -36,9 +36,10 @@ PROMPT_TOKENS, STEPS = 512, 10
 BLOCKS, BLOCK_TOKENS = 512, 16
 CLIENTS = (1, 8)
 KINDS = ("with it", "without")
+LAYOUTS = {"dense": SMALL, "recurrent": SMALL_RECURRENT}
 
 
-def steps(layout: Layout, rounds: int) -> list[Row]:
+def steps(name: str, layout: Layout, rounds: int) -> list[Row]:
     """A step that decodes, and the steps of a prompt."""
     keep_freed_memory()
     taken, random = Timings(), np.random.default_rng(1)
@@ -60,9 +61,11 @@ def steps(layout: Layout, rounds: int) -> list[Row]:
                         taken.add(f"{'decode' if step else 'prompt'} {clients} {kind}", time.perf_counter() - start)
     rows = []
     for clients in CLIENTS:
-        for name, what in (("decode", "a step that decodes"), ("prompt", f"prompts of {PROMPT_TOKENS} tokens")):
-            ours, theirs = (taken.median(f"{name} {clients} {kind}") for kind in KINDS)
-            rows.append(Row(f"{what}, {clients} client{'s' * (clients > 1)}", "without the flag", ours, theirs, "s"))
+        for key, what in (("decode", "a step that decodes"), ("prompt", f"prompts of {PROMPT_TOKENS} tokens")):
+            ours, theirs = (taken.median(f"{key} {clients} {kind}") for kind in KINDS)
+            rows.append(
+                Row(f"{name}: {what}, {clients} client{'s' * (clients > 1)}", "without the flag", ours, theirs, "s")
+            )
     return rows
 
 
@@ -77,5 +80,5 @@ def _engine(model: LanguageModel, clients: int) -> Engine:
 
 
 if __name__ == "__main__":
-    measurements = {"dense": partial(steps, SMALL), "recurrent": partial(steps, SMALL_RECURRENT)}
+    measurements = {name: partial(steps, name, layout) for name, layout in LAYOUTS.items()}
     run("deterministic", __doc__, measurements, rounds=3, least_rounds=1)
