@@ -5,7 +5,7 @@ each dtype and pruning rate, the contenders answer in turns: one client, then 8,
 rate while it runs, so it is started again for each. transformers knows no pruning and one question at a time, and is
 left out with the large checkpoint, of which three copies do not fit into memory. Where tokens are pruned, the three
 services answer by EVS, as vLLM does, and by the method that chooses tokens before the tower. vLLM 0.32 ends its engine
-when it prunes a Qwen3.5 (`recurrent`), and computes that in bfloat16 alone: there it keeps every token.
+when it prunes a Qwen3-VL or a Qwen3.5 (`recurrent`, which it computes in bfloat16 alone): there it keeps every token.
 
     python -m benchmarks.peers --model small --dtype bfloat16 --rate 0 --rate 0.75 --clients 1 --clients 8
     python -m benchmarks.peers --model 3b --dtype bfloat16 --rate 0 --rate 0.75 --clients 1 --clients 4
@@ -54,6 +54,7 @@ from gridsieve.common.contract.retention import EVS, PIXEL_CHANGE
 from gridsieve.common.telemetry.logs import configure_logging
 
 LAYOUTS = {"small": SMALL, "qwen3-vl": SMALL_QWEN3_VL, "recurrent": SMALL_RECURRENT, "3b": QWEN2_5_VL_3B}
+UNPRUNED_BY_VLLM = ("qwen3-vl", "recurrent")
 QUESTION = "Describe what happens."
 NEW_TOKENS = 64
 CLIP_S, CLIP_FPS, CLIP_SIZE = 8, 24, (240, 320)
@@ -104,7 +105,7 @@ async def measure(
     flags = {"encoder": ["--dtype", dtype, "--cache-bytes", "0"], "generation": ["--dtype", dtype]}
     async with AsyncExitStack() as held:
         stack = await held.enter_async_context(LocalStack(model, flags=flags))
-        their_rate = 0.0 if model.name.startswith("recurrent") else rate
+        their_rate = 0.0 if model.name.startswith(UNPRUNED_BY_VLLM) else rate
         vllm = held.enter_context(VllmServer(python, model, dtype, their_rate, log))
         client = await held.enter_async_context(GridsieveClient(stack.address))
 
