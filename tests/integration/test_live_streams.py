@@ -217,6 +217,7 @@ async def test_a_camera_that_restarts_with_another_size_is_opened_again_and_its_
         assert PASSWORD not in exported(stack.metrics_ports[name])
 
 
+@pytest.mark.deep
 async def test_a_source_that_reopens_is_waited_for_played_to_its_end_and_played_again(stack: Stack) -> None:
     """A camera that films a still scene for 2.5 s each time: five frames, of which the last one has no partner. The
     first slice of each time is whole, and no slice is of two."""

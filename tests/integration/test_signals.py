@@ -174,6 +174,7 @@ async def test_new_requests_avoid_a_draining_replica_and_fail_once_the_last_one_
     await at_rest([each for each in fleet.first if each is not first], within_s=SOON_S)
 
 
+@pytest.mark.deep
 async def test_a_draining_generation_finishes_what_it_can_and_fails_the_rest(
     fleet: Fleet, fleet_client: GridsieveClient
 ) -> None:

@@ -231,6 +231,7 @@ async def test_answers_reach_a_webhook_that_fails_first_and_a_broker(
         assert text not in json.dumps(told)
 
 
+@pytest.mark.deep
 async def test_cameras_and_generation_are_waited_for(watch: Callable[..., Watch], live_stack: Stack) -> None:
     generation = live_stack.services["generation"]
     await asyncio.to_thread(generation.kill)

@@ -247,7 +247,10 @@ async def test_an_encrypted_camera_must_have_a_certificate_of_its_name_that_is_t
 
 @pytest.mark.parametrize(
     ("number", "why"),
-    [(signal.SIGKILL, "could not be played: the connection broke off"), (signal.SIGSTOP, "has sent no video for 3 s")],
+    [
+        (signal.SIGKILL, "could not be played: the connection broke off"),
+        pytest.param(signal.SIGSTOP, "has sent no video for 3 s", marks=pytest.mark.deep),
+    ],
 )
 async def test_a_camera_that_is_lost_or_silent_is_left(service: Service, number: signal.Signals, why: str) -> None:
     async with camera(mounts=CAMERA) as server, watching(service, server.port, total_s=3.0) as (stub, _):
@@ -279,6 +282,7 @@ async def test_frames_have_the_time_of_the_cameras_clock_unless_that_is_wrong(
         assert await server.said.readline() == b"TEARDOWN\n"  # the camera is told that nobody watches any more
 
 
+@pytest.mark.deep
 async def test_a_camera_may_be_quiet_for_longer_than_a_decoder_may_work(service: Service) -> None:
     quick = replace(service.queues.streams._limits, stall_s=2.0)
     one = streams.StreamWorkers(StreamRoom(1), quick, service.queues.replaced.append)
