@@ -93,7 +93,7 @@ _MINICPM_4_6 = partial(
     prompt="v4_6.prompt:MiniCPMV46.from_checkpoint",
     tower="v4_6.tower:load",
     limits=_NO_FLOAT16,
-    # Measured: benchmarks/RESULTS.md, "Pruning the tokens of merged patches".
+    # Measured: benchmarks/RESULTS.md, "Pruning tokens that are no patches".
     methods=tuple(method for method in METHODS if method not in (VCAST, VIDCOM2)),
     why_not_all=f"{VCAST} and {VIDCOM2} keep answers less well than dropping at random",
 )
@@ -179,7 +179,7 @@ FAMILIES = (
         prompt="prompt:MiniCPMV.from_checkpoint",
         positions=_LINEAR,
         limits=f"2.5: no videos; {_NO_FLOAT16}; {_FEW_QUANTISED}",
-        # Measured: benchmarks/RESULTS.md, "Pruning the tokens of a resampler".
+        # Measured: benchmarks/RESULTS.md, "Pruning tokens that are no patches".
         methods=(NONE,),
         why_not_all="a resampler's tokens are not places, and no method keeps answers better than dropping at random",
     ),
