@@ -11,7 +11,8 @@ from gridsieve.cli.terminal import reported_errors
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.credentials import Access
 from gridsieve.client.prompt import FrameOptions, Part
-from gridsieve.moments import FilmMoment, FolderIndex
+from gridsieve.search.films import FilmMoment
+from gridsieve.search.folder_search import FolderSearch
 
 
 class AskedFolder:
@@ -30,7 +31,7 @@ class AskedFolder:
         given = FrameOptions(**clip.options(), num_frames=num_frames)
         self._frames = given if any(value is not None for value in given.values()) else None
         self._embedder, self._as_json = GridsieveClient(embedder, **access), as_json
-        self._index = FolderIndex(folder, self._embedder, store=store, on_server=clip.on_server)
+        self._index = FolderSearch(folder, self._embedder, store=store, on_server=clip.on_server)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:

@@ -20,6 +20,7 @@ from gridsieve.cli.options import (
     in_flags,
     of_media,
     print_json,
+    rename,
 )
 from gridsieve.cli.terminal import reported_errors, stderr, warn
 from gridsieve.client.client import DEFAULT_ADDRESS, GridsieveClient
@@ -46,7 +47,7 @@ def index(
     Only films that are new or have changed are read. After Ctrl-C or an error, the next call goes on where this one
     ended. Without --store, the vectors are in the file .gridsieve/index.sqlite of the folder.
 
-    A film that cannot be read is named and left out; the exit status is then 1.
+    A film that cannot be read, or is too large to send, is named and left out; the exit status is then 1.
 
     Example: gridsieve index films --mode keyframes
 
@@ -69,6 +70,8 @@ def index(
 
     with reported_errors(embedder, as_json=as_json):
         done = asyncio.run(update())
+    for each in done.skipped:
+        rename(each.error, [user_turn(each.path, "")])
     if as_json:
         print_json(_told(done))
     else:

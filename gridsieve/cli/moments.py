@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # it loads the decoder, which `gridsieve ask` needs for folders alone
-    from gridsieve.moments import FilmMoment
+from gridsieve.search.films import FilmMoment
 
 
 def described(moment: FilmMoment) -> str:

@@ -5,8 +5,7 @@ The page names the films by their paths from its own folder, and has no part tha
 
 from __future__ import annotations
 
-import base64
-import io
+import json
 import os
 from collections.abc import Sequence
 from html import escape
@@ -14,11 +13,9 @@ from pathlib import Path
 from string import Template
 from urllib.parse import quote
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-
-from gridsieve.moments import FilmMoment
+from gridsieve.cli.moments import moment_json
+from gridsieve.search.films import FilmMoment
+from gridsieve.search.parts import FIGURE, data_url
 
 _PAGE = Template("""<!doctype html>
 <html lang="en">
@@ -33,50 +30,21 @@ _PAGE = Template("""<!doctype html>
   figcaption { color: #8a909c; overflow-wrap: anywhere }
 </style>
 <h1>$title</h1>
-<main>
-$figures
-</main>
-<script>
-  for (const video of document.querySelectorAll("video")) {
-    const { start, end } = video.dataset;
-    video.onclick = () => {
-      video.currentTime = Number(start);
-      video.play();
-    };
-    video.ontimeupdate = () => {
-      if (video.currentTime >= Number(end)) video.pause();
-    };
-  }
+<main></main>
+<script type="module">
+$script
+  document.querySelector("main").append(...$moments.map(figureOf));
 </script>
 """)
-_FIGURE = Template("""  <figure>
-    <video src="$source" data-start="$start" data-end="$end" poster="$poster" preload="none" playsinline></video>
-    <figcaption>$path<br>$start_shown to $end_shown s · $score</figcaption>
-  </figure>""")
-_QUALITY = 85
 
 
 def moments_page(
-    frames: Sequence[NDArray[np.uint8]], moments: Sequence[FilmMoment], title: str, films: Path, folder: Path
+    pictures: Sequence[bytes], moments: Sequence[FilmMoment], title: str, films: Path, folder: Path
 ) -> str:
-    """HTML. frames: of each moment one, uint8 [height, width, 3], RGB. films: their folder. folder: of the page."""
-    figures = "\n".join(
-        _FIGURE.substitute(
-            source=escape(quote(os.path.relpath(films.resolve() / each.path, folder.resolve()))),
-            start=each.start_s,
-            end=each.end_s,
-            start_shown=f"{each.start_s:.1f}",
-            end_shown=f"{each.end_s:.1f}",
-            poster=_data_url(frame),
-            path=escape(each.path),
-            score=f"{each.score or 0:.3f}",
-        )
-        for frame, each in zip(frames, moments, strict=True)
-    )
-    return _PAGE.substitute(title=escape(title), figures=figures)
-
-
-def _data_url(frame: NDArray[np.uint8]) -> str:
-    file = io.BytesIO()
-    Image.fromarray(frame).save(file, "JPEG", quality=_QUALITY)
-    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+    """HTML. pictures: of each moment a frame, JPEG, or empty. films: their folder. folder: of the page."""
+    drawn = []
+    for picture, each in zip(pictures, moments, strict=True):
+        film = quote(os.path.relpath(films.resolve() / each.path, folder.resolve()))
+        drawn.append({**moment_json(each), "picture": data_url(picture), "film": film})
+    told = json.dumps(drawn).replace("<", "\\u003c")  # no text may end the script
+    return _PAGE.substitute(title=escape(title), script=FIGURE.read_text(encoding="utf-8"), moments=told)

@@ -11,11 +11,10 @@ It knows neither files nor how moments are found.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from gridsieve.cli.contact_sheet import (
@@ -28,7 +27,7 @@ from gridsieve.cli.contact_sheet import (
     TEXT_SIZE,
     TITLE_SIZE,
 )
-from gridsieve.moments import FilmMoment
+from gridsieve.search.films import FilmMoment
 
 _COLUMNS = 4
 _LINE_PX = 20
@@ -36,10 +35,11 @@ _HEADER_PX = 56
 _FOOT_PX = 3 * _LINE_PX + 8
 
 
-def moments_sheet(frames: Sequence[NDArray[np.uint8]], moments: Sequence[FilmMoment], title: str) -> Image.Image:
-    """frames: of each moment one, uint8 [height, width, 3], RGB, all of one width."""
-    width = max((each.shape[1] for each in frames), default=0)
-    height = max((each.shape[0] for each in frames), default=0)
+def moments_sheet(pictures: Sequence[bytes], moments: Sequence[FilmMoment], title: str) -> Image.Image:
+    """pictures: of each moment a frame, JPEG, all of one width, or empty."""
+    frames = [Image.open(io.BytesIO(each)) if each else Image.new("RGB", (1, 1), PAPER) for each in pictures]
+    width = max((each.width for each in frames), default=0)
+    height = max((each.height for each in frames), default=0)
     columns, rows = min(_COLUMNS, max(1, len(frames))), math.ceil(len(frames) / _COLUMNS)
     step_x, step_y = width + SLICE_GAP_PX, height + _FOOT_PX + ROW_GAP_PX
     title_font, font = ImageFont.load_default(TITLE_SIZE), ImageFont.load_default(TEXT_SIZE)
@@ -50,7 +50,7 @@ def moments_sheet(frames: Sequence[NDArray[np.uint8]], moments: Sequence[FilmMom
     for number, (frame, moment) in enumerate(zip(frames, moments, strict=True)):
         row, column = divmod(number, _COLUMNS)
         x, y = MARGIN_PX + column * step_x, MARGIN_PX + _HEADER_PX + row * step_y
-        sheet.paste(Image.fromarray(frame), (x, y))
+        sheet.paste(frame, (x, y))
         y += height + 8
         lines = (moment.path, f"{moment.start_s:.1f} to {moment.end_s:.1f} s", f"{moment.score or 0:.3f}")
         for line, text in enumerate(lines):

@@ -280,8 +280,13 @@ def in_flags(messages: Sequence[Message] = ()) -> Iterator[None]:
     try:
         yield
     except GridsieveError as error:
-        error.rename(partial(_flag, messages=messages), _REMEDIES)
+        rename(error, messages)
         raise
+
+
+def rename(error: GridsieveError, messages: Sequence[Message]) -> None:
+    """As `in_flags`, of an error that is not raised."""
+    error.rename(partial(_flag, messages=messages), _REMEDIES)
 
 
 def _flag(field: str, messages: Sequence[Message]) -> str:

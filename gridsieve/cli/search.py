@@ -22,12 +22,11 @@ from gridsieve.cli.options import (
 )
 from gridsieve.cli.terminal import reported_errors
 from gridsieve.client.client import DEFAULT_ADDRESS, GridsieveClient
-from gridsieve.moments import FilmMoment, FolderIndex
-from gridsieve.moments.films import frame_at
+from gridsieve.search.films import FilmMoment
+from gridsieve.search.folder_search import FolderSearch
 
 _PAGE = ".html"
 _SUFFIXES = (".png", ".jpg", ".jpeg", _PAGE)
-_PICTURE_PX = 320
 
 
 def search(
@@ -38,7 +37,7 @@ def search(
     sheet: Annotated[
         Path | None,
         of_output(
-            help="Draw a frame of each moment, its middle one, into this PNG or JPEG file, or write a page (.html) on "
+            help="Draw a frame of each moment into this PNG or JPEG file, or write a page (.html) on "
             "which a click plays the moment."
         ),
     ] = None,
@@ -56,21 +55,21 @@ def search(
     if sheet is not None and sheet.suffix.lower() not in _SUFFIXES:
         raise typer.BadParameter(f"--sheet must end with {', '.join(_SUFFIXES)}, got {sheet}")
 
-    async def found() -> list[FilmMoment]:
+    async def found() -> tuple[list[FilmMoment], list[bytes]]:
         async with (
             GridsieveClient(embedder, **access.access()) as client,
-            FolderIndex(folder, client, store=store) as index,
+            FolderSearch(folder, client, store=store) as index,
         ):
-            return await index.search(text, limit)
+            moments = await index.search(text, limit)
+            return moments, await index.pictures(moments) if sheet else []
 
     with reported_errors(embedder, as_json=as_json):
-        moments = asyncio.run(found())
+        moments, pictures = asyncio.run(found())
         if sheet is not None:
-            middles = [frame_at(folder / each.path, (each.start_s + each.end_s) / 2, _PICTURE_PX) for each in moments]
             if sheet.suffix.lower() == _PAGE:
-                sheet.write_text(moments_page(middles, moments, text, folder, sheet.parent), encoding="utf-8")
+                sheet.write_text(moments_page(pictures, moments, text, folder, sheet.parent), encoding="utf-8")
             else:
-                moments_sheet(middles, moments, text).save(sheet)
+                moments_sheet(pictures, moments, text).save(sheet)
     if as_json:
         print_json({"moments": [moment_json(each) for each in moments]})
     else:

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import io
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from PIL import Image
 
+from gridsieve.common.contract.errors import MediaDamaged
 from gridsieve.common.media_files import kind_of
+from gridsieve.search.films import FilmFile, Span
 from gridsieve.services.preprocessing.sources.source import Source
 from gridsieve.services.preprocessing.video.packets import PacketIndex, read_packets
 from gridsieve.services.preprocessing.video.shots import MAX_COMPARED, find_shots
@@ -30,28 +33,21 @@ from gridsieve.services.preprocessing.video.slices import PlannedVideo
 
 # Keyframes to a part of a film in which shots are found.
 COMPARED = MAX_COMPARED - 1
+PICTURE_PX = 320  # wide
+_QUALITY = 85
 
 
 @dataclass(frozen=True, slots=True)
-class FilmFile:
-    """A file of a folder. path: relative to the folder, with slashes. modified_ns: when it was changed last."""
+class CutSpan:
+    """A part of a film that becomes a moment.
 
-    path: str
-    size_bytes: int
-    modified_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A part of a film: the frames that are first shown in [start_s, end_s), seconds from the film's first frame.
-
-    Both are the time of a frame, a window's limit or the film's end, and never later than it by rounding.
-    has_keyframe: whether one of its frames is a keyframe.
+    has_keyframe: whether one of its frames is a keyframe. picture: a frame of it, JPEG of PICTURE_PX: of its keyframes
+    the nearest to its middle, which costs least to decode, else the frame in the middle; empty: it cannot be decoded.
     """
 
-    start_s: float
-    end_s: float
+    span: Span
     has_keyframe: bool
+    picture: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +55,7 @@ class CutFilm:
     """How long a film lasts, and its parts in order."""
 
     length_s: float
-    spans: tuple[Span, ...]
+    spans: tuple[CutSpan, ...]
 
 
 def film_files(folder: Path) -> list[FilmFile]:
@@ -100,25 +96,43 @@ def cut_film(path: Path, window_s: float | None) -> CutFilm:
         else:
             windows = max(1, round(length_s / Fraction(str(window_s))))
             limits = [length_s * number / windows for number in range(windows + 1)]
-    times_s = list(map(_not_after, limits))
-    keys_s = [_not_after(ticks[place] * time_base) for place in index.keyframe_places(0, len(ticks))]
-    spans = (
-        Span(start_s, end_s, bisect.bisect_left(keys_s, start_s) < bisect.bisect_left(keys_s, end_s))
-        for start_s, end_s in pairwise(times_s)
-    )
-    return CutFilm(times_s[-1], tuple(spans))
+        times_s = list(map(_not_after, limits))
+        shown_s = [_not_after(tick * time_base) for tick in ticks]
+        keys = index.keyframe_places(0, len(ticks))
+        spans = [Span(*each) for each in pairwise(times_s)]
+        keyed = [_within(each, [shown_s[key] for key in keys]) for each in spans]
+        middles = [
+            _nearest([keys[number] for number in has] if has else range(len(ticks)), shown_s, each)
+            for each, has in zip(spans, keyed, strict=True)
+        ]
+        pictures = _pictures(source, index, middles)
+    cut = (CutSpan(each, bool(has), picture) for each, has, picture in zip(spans, keyed, pictures, strict=True))
+    return CutFilm(times_s[-1], tuple(cut))
 
 
-def frame_at(path: Path, time_s: float, width_px: int) -> NDArray[np.uint8]:
-    """The frame of a film that is shown at a time: uint8 [height, width_px, 3], RGB. Raises as `cut_film`."""
-    with _opened(path) as source:
-        index = read_packets(source)
-        place = _place_at(index, time_s)
-        height_px = max(1, round(width_px * index.height_px / index.width_px))
-        video = PlannedVideo(source, index, (place,), slice_frames=1, size_px=(height_px, width_px))
-        (frame,) = video.slices()
-        pixels: NDArray[np.uint8] = frame.pixels[0].astype(np.uint8)
-    return pixels
+def _within(span: Span, times_s: Sequence[float]) -> range:
+    """The numbers of the increasing times that a span has."""
+    return range(bisect.bisect_left(times_s, span.start_s), bisect.bisect_left(times_s, span.end_s))
+
+
+def _nearest(places: Sequence[int], times_s: Sequence[float], span: Span) -> int:
+    """The place whose frame is shown nearest to the middle of a span. places: increasing."""
+    middle_s = (span.start_s + span.end_s) / 2
+    after = bisect.bisect_left(places, middle_s, key=lambda place: times_s[place])
+    return min(places[max(0, after - 1) : after + 1], key=lambda place: abs(times_s[place] - middle_s))
+
+
+def _pictures(source: Source, index: PacketIndex, places: Sequence[int]) -> list[bytes]:
+    """The frames at these places, which do not decrease, as JPEG; empty ones where too much cannot be decoded."""
+    height_px = max(1, round(PICTURE_PX * index.height_px / index.width_px))
+    video = PlannedVideo(source, index, tuple(places), slice_frames=1, size_px=(height_px, PICTURE_PX))
+    found = []
+    with suppress(MediaDamaged):
+        for frame in video.slices():
+            file = io.BytesIO()
+            Image.fromarray(frame.pixels[0].astype(np.uint8)).save(file, "JPEG", quality=_QUALITY)
+            found.append(file.getvalue())
+    return found + [b""] * (len(places) - len(found))
 
 
 def _shots(source: Source, index: PacketIndex) -> list[int]:
@@ -132,11 +146,6 @@ def _shots(source: Source, index: PacketIndex) -> list[int]:
     for begin, next_one in zip(begins, [*begins[1:], frames - 1], strict=True):
         found += find_shots(source, index, begin, next_one + 1)[1:]
     return found
-
-
-def _place_at(index: PacketIndex, time_s: float) -> int:
-    tick = math.floor(Fraction(str(time_s)) / index.times.time_base)
-    return max(0, bisect.bisect_right(index.times.ticks, tick) - 1)
 
 
 def _not_after(time_s: Fraction) -> float:

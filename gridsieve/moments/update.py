@@ -14,22 +14,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gridsieve.client.client import GridsieveClient
+from gridsieve.client.messages import IN_PYTHON
 from gridsieve.client.prompt import FrameOptions, ReadOptions
 from gridsieve.client.vectors import together
 from gridsieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PromptTooLong
 from gridsieve.common.contract.plan import KEYFRAMES
-from gridsieve.moments.films import FilmFile, Span, cut_film, digest_of, film_files
-from gridsieve.moments.parts import Folder
-from gridsieve.moments.store import Store
+from gridsieve.moments.films import CutSpan, cut_film, digest_of, film_files
+from gridsieve.search.films import FilmFile
+from gridsieve.search.parts import Folder
+from gridsieve.search.store import Store
 
 # Calls that run at once: each may hold the bytes of its film.
 AT_ONCE = 8
+# Beside those whose remedy is for a file that is too large to send.
 _OF_ONE_FILM = (MediaRejected, MediaDamaged, PromptTooLong)
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A film that has no moments in the index, because it cannot be read."""
+    """A film that has no moments in the index, because it cannot be read, or is too large to send."""
 
     path: str
     error: InvalidRequest
@@ -101,12 +104,14 @@ class Update:
                     async with self._reading:
                         cut = await asyncio.to_thread(cut_film, path, self._window_s)
                     length_s = cut.length_s
-                    missing = [each for each in cut.spans if not self._store.has_moment(digest, each)]
+                    missing = [each for each in cut.spans if not self._store.has_moment(digest, each.span)]
                     await together(self._moment(film, digest, each, length_s) for each in missing)
                 self._store.add_film(film, digest, length_s)
         except OSError as error:  # such as a file that was removed meanwhile
             self._skip(film, digest, MediaRejected(f"cannot be read: {error.strerror or error}", field=film.path))
-        except _OF_ONE_FILM as error:
+        except InvalidRequest as error:
+            if not isinstance(error, _OF_ONE_FILM) and error.remedy != IN_PYTHON:
+                raise
             self._skip(film, digest, error)
         else:
             self._progress.films += 1
@@ -118,14 +123,14 @@ class Update:
         self._unread.append(digest)
         self._progress.skipped.append(Skipped(film.path, error))
 
-    async def _moment(self, film: FilmFile, digest: str, span: Span, film_s: float) -> None:
-        frames = self._frames
-        if not span.has_keyframe and frames.get("mode") == KEYFRAMES:
+    async def _moment(self, film: FilmFile, digest: str, cut: CutSpan, film_s: float) -> None:
+        frames, span = self._frames, cut.span
+        if not cut.has_keyframe and frames.get("mode") == KEYFRAMES:
             frames = {**frames, "mode": None}
         async with self._places:
             part = self._folder.part(film.path, span.start_s, span.end_s, frames)
             found = await self._embedder.embed(part, **self._options)
-        self._store.add_moment(digest, span, found.values)
+        self._store.add_moment(digest, span, found.values, cut.picture)
         lasts_s = span.end_s - span.start_s
         self._progress.moments += 1
         self._progress.video_s += lasts_s

@@ -14,6 +14,12 @@ import grpc
 import numpy as np
 from av.video.stream import VideoStream
 
+from gridsieve.client.client import GridsieveClient
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.limits import MAX_INLINE_BYTES
+from gridsieve.common.contract.requests import check_prompt
+from gridsieve.common.serving.status import DETAILS_KEY, status_details
+from gridsieve.moments import FolderIndex, Progress
 from gridsieve.v1 import generation_pb2, generation_pb2_grpc
 
 FPS = 4
@@ -37,11 +43,20 @@ def write_film(path: Path, shots: Sequence[tuple[tuple[int, int, int], float]], 
     return path
 
 
+def indexed(folder: Path, embedder: str, **arguments: Any) -> Progress:
+    """`FolderIndex.update` of a folder, by the embedder at an address."""
+
+    async def update() -> Progress:
+        async with GridsieveClient(embedder) as client, FolderIndex(folder, client) as index:
+            return await index.update(**arguments)
+
+    return asyncio.run(update())
+
+
 class FakeEmbedder(generation_pb2_grpc.GenerationServiceServicer):
     """Vectors are points of a circle: of a film's part at its start in tenths of a radian, of a text at its number.
 
-    fails_from: parts that begin at this second or later fail. takes_s: a call.
-    The first moment of a file of `fails` bytes is refused until the failure is taken away.
+    fails_from: parts that begin at this second or later fail. takes_s: a call. max_inline_bytes: of a request's media.
     """
 
     def __init__(self) -> None:
@@ -50,6 +65,7 @@ class FakeEmbedder(generation_pb2_grpc.GenerationServiceServicer):
         self.name = "fake-embedder"
         self.fails_from: float | None = None
         self.takes_s = 0.0
+        self.max_inline_bytes = MAX_INLINE_BYTES
 
     @property
     def videos(self) -> list[Any]:
@@ -62,6 +78,11 @@ class FakeEmbedder(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Embed(self, request: Any, context: Any) -> Any:
         part = request.prompt.messages[0].parts[0]
+        try:
+            check_prompt(request.prompt, self.max_inline_bytes)
+        except InvalidRequest as error:
+            details = status_details(error).SerializeToString()
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error), ((DETAILS_KEY, details),))
         angle = part.video.frame_sampling.start_s / 10 if part.HasField("video") else float(part.text)
         if self.fails_from is not None and part.HasField("video") and angle >= self.fails_from / 10:
             await context.abort(grpc.StatusCode.INTERNAL, "the embedder fails")

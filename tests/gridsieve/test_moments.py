@@ -6,6 +6,7 @@ The Postgres is a real one.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import math
 import os
@@ -28,12 +29,12 @@ from typer.testing import Result
 
 from gridsieve.client.client import GridsieveClient
 from gridsieve.common.contract.errors import GridsieveError
-from gridsieve.moments import FolderIndex, Progress
+from gridsieve.moments import FolderIndex
 from gridsieve.moments.films import cut_film
 from gridsieve.v1 import generation_pb2, generation_pb2_grpc
 from tests.gridsieve.checkout import ROOT
 from tests.gridsieve.fake_services import FakeServices
-from tests.gridsieve.films import BLUE, GREEN, RED, FakeEmbedder, write_film
+from tests.gridsieve.films import BLUE, GREEN, RED, FakeEmbedder, indexed, write_film
 from tests.served import served
 
 Run = Callable[..., Result]
@@ -103,14 +104,6 @@ def films(tmp_path: Path) -> Path:
     return folder
 
 
-def updated(folder: Path, address: str, **arguments: object) -> Progress:
-    async def update() -> Progress:
-        async with GridsieveClient(address) as client, FolderIndex(folder, client) as index:
-            return await index.update(**arguments)
-
-    return asyncio.run(update())
-
-
 def test_shots_are_found_by_what_a_text_says(
     gridsieve: Run, films: Path, embeds: str, store: tuple[str, ...], embedder: FakeEmbedder
 ) -> None:
@@ -161,10 +154,10 @@ def test_an_update_goes_on_where_another_one_failed(
     monkeypatch.setattr("gridsieve.moments.update.AT_ONCE", 1)
     embedder.fails_from = 5
     with pytest.raises(GridsieveError):
-        updated(films, embeds)
+        indexed(films, embeds)
     assert [each.frame_sampling.start_s for each in embedder.videos] == [0, 2]  # of the first film's three
     embedder.fails_from = None
-    assert updated(films, embeds).moments == 3
+    assert indexed(films, embeds).moments == 3
     assert len(embedder.videos) == 5
 
 
@@ -184,7 +177,7 @@ def test_shots_of_a_film_of_many_keyframes_are_found_by_parts(films: Path, monke
     monkeypatch.setattr("gridsieve.moments.films.COMPARED", 2)
     lengths_s = (1, 2, 3, 1, 4)
     film = write_film(films / "c.mp4", [(colour, s) for colour, s in zip((RED, GREEN) * 3, lengths_s, strict=False)])
-    assert [each.start_s for each in cut_film(film, None).spans] == [0, 1, 3, 6, 7]
+    assert [each.span.start_s for each in cut_film(film, None).spans] == [0, 1, 3, 6, 7]
 
 
 def test_a_moment_without_a_keyframe_is_embedded_by_other_frames(
@@ -192,7 +185,7 @@ def test_a_moment_without_a_keyframe_is_embedded_by_other_frames(
 ) -> None:
     write_film(films / "a.mp4", [(RED, 8)], keyframe_every=16)
     shutil.rmtree(films / "deep")
-    updated(films, embeds, window_s=2, frames={"mode": "keyframes"})
+    indexed(films, embeds, window_s=2, frames={"mode": "keyframes"})
     modes = {each.frame_sampling.start_s: each.frame_sampling.mode for each in embedder.videos}
     assert modes == {0: "keyframes", 2: "", 4: "keyframes", 6: ""}
 
@@ -203,6 +196,28 @@ def test_a_film_that_cannot_be_read_is_named_and_left_out(films: Path, embeds: s
     assert result.exit_code == 1
     assert result.stdout.startswith("2 films, 5 moments")
     assert "broken.mp4 is left out: 'broken.mp4' cannot be read" in result.stderr
+
+
+def test_a_film_that_is_too_large_to_send_is_named_and_left_out(
+    films: Path, embeds: str, gridsieve: Run, embedder: FakeEmbedder
+) -> None:
+    write_film(films / "large.mp4", [(RED, 20)])
+    size_bytes = (films / "large.mp4").stat().st_size
+    assert max((films / name).stat().st_size for name in ("a.mp4", "deep/b.mp4")) < size_bytes
+    embedder.max_inline_bytes = size_bytes - 1
+    result = gridsieve("index", str(films), "--embedder", embeds)
+    assert (result.exit_code, result.stdout.partition(":")[0]) == (1, "2 films, 5 moments")
+    assert f"large.mp4 is left out: prompt.messages hold {size_bytes} bytes" in result.stderr
+    assert "--on-server" in result.stderr
+
+
+def test_a_picture_of_a_moment_is_of_its_own_frames(films: Path) -> None:
+    """Of a keyframe, and of the frame in the middle where it has none."""
+    film = write_film(films / "c.mp4", [(RED, 2), (GREEN, 2), (BLUE, 2)], keyframe_every=24)
+    pictures = [np.asarray(Image.open(io.BytesIO(each.picture)), np.int16) for each in cut_film(film, 2).spans]
+    for pixels, colour in zip(pictures, (RED, GREEN, BLUE), strict=True):
+        assert pixels.shape == (240, 320, 3)
+        assert np.abs(pixels - colour).max() < 12
 
 
 def test_films_on_the_server_are_named_by_their_paths(films: Path, embeds: str, embedder: FakeEmbedder) -> None:
@@ -216,7 +231,7 @@ def test_films_on_the_server_are_named_by_their_paths(films: Path, embeds: str, 
 
 
 def test_a_sheet_shows_a_frame_of_each_moment(films: Path, embeds: str, gridsieve: Run, tmp_path: Path) -> None:
-    updated(films, embeds)
+    indexed(films, embeds)
     drawn = tmp_path / "found.png"
     result = gridsieve("search", str(films), "0.2", "--embedder", embeds, "-n", "3", "--sheet", str(drawn))
     assert result.exit_code == 0, result.stderr
@@ -229,7 +244,7 @@ def test_a_click_on_a_page_plays_the_moment(
     films: Path, embeds: str, gridsieve: Run, tmp_path: Path, chromium: str
 ) -> None:
     (films / "a.mp4").rename(films / "a & b #1.mp4")
-    updated(films, embeds)
+    indexed(films, embeds)
     page = tmp_path / "pages" / "found.html"
     page.parent.mkdir()
     result = gridsieve("search", str(films), "0.2", "--embedder", embeds, "-n", "2", "--sheet", str(page))
@@ -255,7 +270,7 @@ def test_a_question_about_a_folder_shows_its_best_moments_and_others_with_their_
     films: Path, embeds: str, gridsieve: Run, address: str, services: FakeServices, embedder: FakeEmbedder
 ) -> None:
     write_film(films / "long.mp4", [(RED, 2), (BLUE, 2), (GREEN, 2), (RED, 2), (BLUE, 2), (GREEN, 2)])
-    updated(films, embeds)
+    indexed(films, embeds)
     flags = ("--embedder", embeds, "--server", address)
     result = gridsieve("ask", str(films), "0.2", *flags)
     assert (result.exit_code, result.stdout) == (0, "A red ball ⚽\n"), result.stderr
@@ -307,7 +322,7 @@ def test_what_an_index_lacks_is_one_line(films: Path, embeds: str, embedder: Fak
     )
     unknown = gridsieve("search", str(films), "0", "--embedder", embeds, "--store", "redis://x")
     assert unknown.stderr == "STARTUP: the store must be a URL that begins with postgresql://\n"
-    updated(films, embeds)
+    indexed(films, embeds)
     embedder.name = "another"
     other = gridsieve("search", str(films), "0", "--embedder", embeds)
     assert "were made with model fake-embedder, got another" in other.stderr
@@ -339,7 +354,7 @@ def test_the_extra_is_named_where_its_packages_are_missing(
     films: Path, embeds: str, gridsieve: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "apsw", None)
-    monkeypatch.delitem(sys.modules, "gridsieve.moments.sqlite_store", raising=False)
+    monkeypatch.delitem(sys.modules, "gridsieve.search.sqlite_store", raising=False)
     result = gridsieve("index", str(films), "--embedder", embeds)
     assert (result.exit_code, result.stderr) == (1, "STARTUP: an index needs apsw: pip install 'gridsieve[search]'\n")
 

@@ -9,7 +9,7 @@ import psycopg
 from numpy.typing import NDArray
 
 from gridsieve.common.contract.errors import Unavailable
-from gridsieve.moments.store import Store
+from gridsieve.search.store import Store
 
 _LOCK = 0x6772_6964  # of a database
 
@@ -18,6 +18,7 @@ class PostgresStore(Store):
     """url: of libpq, postgresql://user@host/database. Raises Unavailable if the database or pgvector is missing."""
 
     _VECTOR_TYPE = "vector"
+    _BYTES_TYPE = "bytea"
     _DISTANCE = "m.vector <=> ?::vector"
 
     def __init__(self, url: str) -> None:

@@ -2,7 +2,7 @@
 
     gridsieve_settings   how the vectors were made: one row
     gridsieve_films      path -> size, time of change, content hash, length: a row for each file that is complete
-    gridsieve_moments    content hash, start, end -> vector
+    gridsieve_moments    content hash, start, end -> vector, picture
 
 Moments belong to contents, so a file that was copied or renamed has them, and a film that was not finished keeps those
 that it has. The nearest vectors are found by comparing all of them: results are exact.
@@ -14,41 +14,29 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gridsieve.common.contract.errors import Unavailable
-from gridsieve.moments.films import FilmFile, Span
+from gridsieve.search.films import FilmFile, FilmMoment, Span
 
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS gridsieve_settings (settings TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS gridsieve_films (path TEXT PRIMARY KEY, size_bytes BIGINT NOT NULL, "
     "modified_ns BIGINT NOT NULL, digest TEXT NOT NULL, length_s DOUBLE PRECISION NOT NULL)",
     "CREATE TABLE IF NOT EXISTS gridsieve_moments (digest TEXT NOT NULL, start_s DOUBLE PRECISION NOT NULL, "
-    "end_s DOUBLE PRECISION NOT NULL, vector {vector} NOT NULL, PRIMARY KEY (digest, start_s, end_s))",
+    "end_s DOUBLE PRECISION NOT NULL, vector {vector} NOT NULL, picture {picture} NOT NULL, "
+    "PRIMARY KEY (digest, start_s, end_s))",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class FilmMoment:
-    """A part of a film. path: relative to the folder. start_s, end_s: seconds from the film's first frame.
-
-    score: the cosine of its vector and the text's, -1 to 1; None for a moment that was not searched for.
-    """
-
-    path: str
-    start_s: float
-    end_s: float
-    score: float | None = None
 
 
 class Store(ABC):
     """Each call is one transaction. Raises Unavailable where the database fails."""
 
     _VECTOR_TYPE: str
+    _BYTES_TYPE: str
     _DISTANCE: str
     """SQL for one minus the cosine of m.vector and the vector in its place `?`."""
 
@@ -83,7 +71,7 @@ class Store(ABC):
     def create(self) -> None:
         """Makes the tables, unless they are there."""
         for table in _TABLES:
-            self._run(table.format(vector=self._VECTOR_TYPE))
+            self._run(table.format(vector=self._VECTOR_TYPE, picture=self._BYTES_TYPE))
 
     def settings(self) -> dict[str, Any] | None:
         """How the vectors were made; None: there are none."""
@@ -123,11 +111,21 @@ class Store(ABC):
         )
         return bool(rows)
 
-    def add_moment(self, digest: str, span: Span, vector: NDArray[np.float32]) -> None:
+    def add_moment(self, digest: str, span: Span, vector: NDArray[np.float32], picture: bytes) -> None:
+        """vector: float32 [D]. picture: a frame of it, JPEG; empty: none could be decoded."""
         self._run(
-            "INSERT INTO gridsieve_moments VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
-            *(digest, span.start_s, span.end_s, self._vector(vector)),
+            "INSERT INTO gridsieve_moments VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+            *(digest, span.start_s, span.end_s, self._vector(vector), picture),
         )
+
+    def picture(self, moment: FilmMoment) -> bytes:
+        """A frame of it, JPEG; empty where it has none, or is not there any more."""
+        rows = self._run(
+            "SELECT m.picture FROM gridsieve_films f JOIN gridsieve_moments m USING (digest) "
+            "WHERE f.path = ? AND m.start_s = ? AND m.end_s = ?",
+            *(moment.path, moment.start_s, moment.end_s),
+        )
+        return bytes(rows[0][0]) if rows else b""
 
     def drop_moments_but(self, digests: Sequence[str]) -> None:
         """Drops moments of contents that neither are named nor belong to a film."""

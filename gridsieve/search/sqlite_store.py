@@ -15,7 +15,7 @@ import sqlite_vec
 from numpy.typing import NDArray
 
 from gridsieve.common.contract.errors import Unavailable
-from gridsieve.moments.store import Store
+from gridsieve.search.store import Store
 
 _BUSY_MS = 10_000  # for another process that writes
 
@@ -23,7 +23,7 @@ _BUSY_MS = 10_000  # for another process that writes
 class SqliteStore(Store):
     """path: of the file, which is made with its folder. Raises OSError, or Unavailable for what is no database."""
 
-    _VECTOR_TYPE = "BLOB"
+    _VECTOR_TYPE = _BYTES_TYPE = "BLOB"
     _DISTANCE = "vec_distance_cosine(m.vector, ?)"
 
     def __init__(self, path: Path) -> None:
