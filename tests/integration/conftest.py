@@ -15,9 +15,11 @@ import pytest
 from demo.checkpoint import TINY, write_checkpoint
 from gridsieve.client.client import GridsieveClient
 from gridsieve.common.checkpoint import DEMO_MODEL
+from gridsieve.v1 import generation_pb2_grpc
 from tests import media
 from tests.adapters import write_adapter
 from tests.families import load_reference
+from tests.gridsieve.films import FakeEmbedder
 from tests.integration.collector import Collector, collecting
 from tests.integration.fleet import (
     TIMED,
@@ -34,6 +36,7 @@ from tests.integration.fleet import (
 from tests.integration.gateway import Gateway, gateway
 from tests.integration.load import is_answered_soon
 from tests.scripted import write_scripted
+from tests.served import served
 
 LOCALHOST = "localhost=127.0.0.0/8,localhost=::1"
 UNCOMPILED = ("--compile", "off")  # half a minute of processor time
@@ -188,6 +191,16 @@ def drawing_door(stack: Stack, media_root: Path, upload_root: Path) -> Iterator[
     flags = ("--encoder", stack.addresses["encoder"], "--upload-root", str(upload_root))
     with gateway(stack.address, media_root, *flags) as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def embeds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a hand-written embedder."""
+    with served(
+        lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(FakeEmbedder(), server),
+        f"unix:{tmp_path_factory.mktemp('embedder')}/embedder.sock",
+    ) as address:
+        yield address
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def told(http: httpx.Client) -> dict[str, Any]:
 def test_the_document_is_valid_and_has_every_route_but_those_of_the_page(told: dict[str, Any]) -> None:
     validate(told)
     wanted = set()
-    for route in routes(*[Mock(limits=None)] * 9, tokens=None).routes:
+    for route in routes(*[Mock(limits=None)] * 10, tokens=None).routes:
         if route not in PAGE_ROUTES:
             assert isinstance(route, Route | WebSocketRoute)
             methods = getattr(route, "methods", None) or {"GET"}

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from gridsieve.client.answer import Usage
 from gridsieve.client.encoding import Encoded, encode
 from gridsieve.common.contract.retention import AUTO_THRESHOLD, METHODS, NONE, PIXEL_CHANGE
 from tests import media
+from tests.gridsieve.films import BLUE, GREEN, RED, indexed, write_film
 from tests.integration.conftest import SERVED_NAME, another_generation
 from tests.integration.fleet import Stack
 from tests.integration.gateway import Gateway, gateway
@@ -407,3 +409,57 @@ def test_a_server_that_is_gone_is_named(page: Page, door: Gateway) -> None:
     ask(page, "What moves?")
     finished(page, 1)
     expect(page.get_by_text("cannot be reached")).to_be_hidden()
+
+
+# The times at which a video began and ended to play, after a click.
+PLAYED = """(video) => new Promise((done, failed) => {
+  let began;
+  video.onseeked = () => { began ??= video.currentTime; };
+  video.onpause = () => done([began, video.currentTime]);
+  video.onerror = () => failed(video.error);
+  video.click();
+})"""
+
+
+@pytest.fixture(scope="module")
+def films_door(
+    stack: Stack, media_root: Path, embeds: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Gateway]:
+    """A gateway with the index of a film below the media root, with shots of a second each."""
+    folder = media_root / "films"
+    write_film(folder / "a.mp4", [(RED, 1), (GREEN, 1), (BLUE, 1), (RED, 1), (BLUE, 1)])
+    indexed(folder, embeds)
+    log = tmp_path_factory.mktemp("films")
+    with gateway(stack.address, log, "--moments", str(folder), "--moments-embedder", embeds) as started:
+        yield started
+    shutil.rmtree(folder)
+
+
+def test_a_moment_of_a_film_is_found_played_and_asked_about(browser: Browser, films_door: Gateway) -> None:
+    with opened(browser, films_door) as page:
+        page.get_by_label("Find in the films").fill("0.1")
+        page.get_by_label("Find in the films").press("Enter")
+        captions = page.locator("#found figcaption")
+        expect(captions).to_have_count(5)
+        assert captions.first.inner_text().strip() == "a.mp4\n1.0 to 2.0 s · 1.000"
+        video = page.get_by_role("button", name="Play a.mp4, 1.0 to 2.0 s")
+        assert str(video.get_attribute("poster")).startswith("data:image/jpeg")
+        assert video.evaluate(PLAYED) == pytest.approx([1, 2], abs=0.5)
+        with page.expect_request(lambda request: turns(request) == 1) as seen:
+            page.get_by_role("button", name="Ask about the best").click()
+        (article,) = finished(page, 1)
+        expect(article.locator(".text")).not_to_be_empty()
+        expect(article.locator(".asked")).to_have_text("0.1")
+        (message,) = seen.value.post_data_json["messages"]
+        _, *moments, question = message["content"]
+        assert [each["text"][:5] for each in moments[::2]] == ["a.mp4"] * 4
+        assert question == {"type": "text", "text": "0.1"}
+        expect(captions).to_have_count(4)  # those that the model was shown
+        page.get_by_label("Find in the films").fill("no number")
+        page.get_by_role("button", name="Find", exact=True).click()
+        expect(page.locator("#films-error")).not_to_be_empty()
+
+
+def test_a_page_without_films_has_no_search(page: Page) -> None:
+    expect(page.locator("#model")).not_to_be_empty()
+    expect(page.get_by_label("Find in the films")).to_be_hidden()

@@ -25,14 +25,17 @@ from gridsieve.common.telemetry.callers import begin_callers
 from gridsieve.common.telemetry.logs import configure_logging
 from gridsieve.common.telemetry.metrics import BUILD_INFO, begin_method
 from gridsieve.common.telemetry.otlp import export_spans
+from gridsieve.search.folder_search import FILE, opener
 from gridsieve.services.gateway.app import routes, with_cors
 from gridsieve.services.gateway.batches.endpoint import Batches
 from gridsieve.services.gateway.files import Files, Limits
 from gridsieve.services.gateway.http.origins import Origins
 from gridsieve.services.gateway.http.request_guard import METHODS, RequestGuard
 from gridsieve.services.gateway.http.server import serve
+from gridsieve.services.gateway.http.tickets import Tickets
 from gridsieve.services.gateway.kept import Kept
 from gridsieve.services.gateway.models import Models
+from gridsieve.services.gateway.moments import Moments
 from gridsieve.services.gateway.questions import Questions
 from gridsieve.services.gateway.realtime.endpoint import Realtime
 from gridsieve.services.gateway.realtime.live import Generation
@@ -53,6 +56,10 @@ async def main() -> ExitStatus:
         begin_method(method)
     if settings.upload_root is not None and not os.access(settings.upload_root, os.W_OK):
         raise StartupError(f"--upload-root {settings.upload_root} is no folder that can be written to")
+    if settings.moments is not None:
+        if not settings.moments.is_dir():
+            raise StartupError(f"--moments {settings.moments} is no folder")
+        opener(settings.moments_store, settings.moments / FILE)
     close_spans = export_spans("gateway")
     credentials = upstream_credentials(settings)
     tokens = Tokens.read(settings.auth_tokens_file) if settings.auth_tokens_file else None
@@ -67,6 +74,7 @@ async def main() -> ExitStatus:
     }
     async with (
         GridsieveClient(settings.generation, **access) as client,
+        GridsieveClient(settings.moments_embedder, **access) as embedder,
         open_channel(settings.generation, credentials) as channel,
     ):
         health = health_pb2_grpc.HealthStub(channel)
@@ -94,8 +102,10 @@ async def main() -> ExitStatus:
         vectors = Vectors(client, models, files, questions.body_limit)
         body_bytes = questions.body_limit.size_bytes
         batches = Batches(files, body_bytes, settings.upload_max_bytes, settings.upload_expires_s)
-        app = routes(questions, models, files, kept, realtime, watch, vectors, batches, is_well, tokens)
-        guard = RequestGuard(app, Origins(origins, settings.listen), quotas, tokens, credentials.token is None)
+        tickets = Tickets()
+        moments = Moments(settings.moments, embedder, settings.moments_store, tickets)
+        app = routes(questions, models, files, kept, realtime, watch, vectors, batches, moments, is_well, tokens)
+        guard = RequestGuard(app, Origins(origins, settings.listen), quotas, tokens, tickets, credentials.token is None)
         status = await serve(with_cors(guard, origins), guard.drain, settings)
         expiring.cancel()
     close_spans()

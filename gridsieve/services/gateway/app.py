@@ -23,8 +23,10 @@ from gridsieve.services.gateway import openapi
 from gridsieve.services.gateway.batches.endpoint import Batches
 from gridsieve.services.gateway.chat import endpoint as chat
 from gridsieve.services.gateway.files import Files
+from gridsieve.services.gateway.http.request_guard import FILMS
 from gridsieve.services.gateway.kept import Kept
 from gridsieve.services.gateway.models import Models
+from gridsieve.services.gateway.moments import Moments
 from gridsieve.services.gateway.page import PAGE_ROUTES
 from gridsieve.services.gateway.questions import Questions
 from gridsieve.services.gateway.realtime.endpoint import Realtime
@@ -42,6 +44,7 @@ def routes(
     watch: Watch,
     vectors: Vectors,
     batches: Batches,
+    moments: Moments,
     is_well: Callable[[], Awaitable[bool]],
     tokens: Tokens | None,
 ) -> Router:
@@ -63,6 +66,7 @@ def routes(
         "version": version("gridsieve"),
         "max_inline_bytes": questions.max_inline_bytes,
         "uploads": files.limits and asdict(files.limits),
+        "moments": moments.are_served,
     }
 
     async def told(request: Request) -> Response:
@@ -88,6 +92,8 @@ def routes(
         Route("/v1/batches/{batch_id}/cancel", batches.cancel_endpoint, methods=["POST"]),
         Route("/v1/gridsieve/kept", kept.endpoint, methods=["POST"]),
         Route("/v1/gridsieve/live", watch.endpoint, methods=["POST"]),
+        Route("/v1/gridsieve/moments", moments.endpoint, methods=["POST"]),
+        Route(f"{FILMS}{{ticket}}", moments.film),
         Route("/health", health),
         Route("/version", told),
         Route("/metrics", metrics),

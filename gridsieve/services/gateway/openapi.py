@@ -21,7 +21,8 @@ from gridsieve.services.gateway.batches.request import BatchListing, BatchReques
 from gridsieve.services.gateway.chat.request import ChatRequest
 from gridsieve.services.gateway.files import Listing
 from gridsieve.services.gateway.http.errors import STATUS_TEXTS
-from gridsieve.services.gateway.http.request_guard import route_of
+from gridsieve.services.gateway.http.request_guard import FILMS, route_of
+from gridsieve.services.gateway.moments import MomentsRequest
 from gridsieve.services.gateway.realtime.request import SessionFields
 from gridsieve.services.gateway.responses.request import ResponsesRequest
 from gridsieve.services.gateway.vectors.request import EmbeddingsRequest, RerankRequest, ScoreRequest
@@ -132,6 +133,17 @@ _OPERATIONS = {
         "The events of Realtime, each with its `type` as its name.",
         SessionFields,
         kinds=(_EVENTS,),
+    ),
+    ("POST", "/v1/gridsieve/moments"): _Operation(
+        "Finds moments of the folder of films (--moments) that a text describes.",
+        "`moments`: `file`, `start_s`, `end_s`, `score`, `picture` (a data: URL) and `film` (a path), the best first; "
+        "`content`: the same as parts of a chat request, to stand before a question.",
+        MomentsRequest,
+    ),
+    ("GET", f"{FILMS}{{ticket}}"): _Operation(
+        "A film, at the path that came with a moment less than an hour ago. It takes `Range`.",
+        "The film.",
+        kinds=("video/*",),
     ),
     ("GET", "/health"): _Operation("Whether a question can be answered.", "`status`. With 503: not now."),
     ("GET", "/metrics"): _Operation("Prometheus' metrics.", "Prometheus' text format.", kinds=(_TEXT,)),

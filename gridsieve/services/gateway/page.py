@@ -11,13 +11,15 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from gridsieve.search.parts import FIGURE
+
 _STATIC = Path(__file__).parent / "static"
 _DEMO_CLIP = Path(__file__).parents[2] / "clip.mp4"
 _FILES = {
     "/": (_STATIC / "index.html", "text/html"),
     "/page/style.css": (_STATIC / "style.css", "text/css"),
     "/page/demo.mp4": (_DEMO_CLIP, "video/mp4"),
-    **{f"/page/{path.name}": (path, "text/javascript") for path in _STATIC.glob("*.js")},
+    **{f"/page/{path.name}": (path, "text/javascript") for path in (*_STATIC.glob("*.js"), FIGURE)},
 }
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; media-src 'self' data: blob:; "

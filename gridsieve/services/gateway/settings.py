@@ -37,3 +37,14 @@ class GatewaySettings(CallerSettings):
     upload_max_bytes: int = Field(2**30, ge=1, description="maximum bytes of one uploaded file")
     upload_disk_bytes: int = Field(2**34, ge=1, description="maximum bytes of all uploaded files")
     upload_expires_s: float = Field(86_400.0, gt=0, description="seconds after its upload that a file is deleted")
+    moments: Path | None = Field(
+        None,
+        description="folder of films, below preprocessing's --media-root, whose moments the page finds: `gridsieve "
+        "index` made its index; unset: none",
+    )
+    moments_embedder: str = Field(
+        "127.0.0.1:50063", description="address of generation, host:port, whose model made the index of --moments"
+    )
+    moments_store: str | None = Field(
+        None, description="URL of the Postgres with the index of --moments; unset: the file in the folder"
+    )

@@ -32,6 +32,7 @@ from gridsieve.common.telemetry.tracing import passed_on_trace
 from gridsieve.services.gateway.http.drain import Drain
 from gridsieve.services.gateway.http.errors import ForbiddenOrigin, body_of, headers_of, of_router, status_of
 from gridsieve.services.gateway.http.origins import Origins
+from gridsieve.services.gateway.http.tickets import Tickets
 
 METHODS = {
     "/v1/chat/completions": "ChatCompletions",
@@ -46,8 +47,12 @@ METHODS = {
     "/v1/batches": "Batches",
     "/v1/gridsieve/kept": "Kept",
     "/v1/gridsieve/live": "Live",
+    "/v1/gridsieve/moments": "Moments",
 }
 """The methods in metrics and logs, by the path that they begin with."""
+
+FILMS = "/v1/gridsieve/moments/films/"
+"""Before a ticket, with which a film is read."""
 
 _REQUEST_ID = b"x-request-id"
 _BEGINS = ("http.response.start", "websocket.accept", "websocket.http.response.start")
@@ -63,6 +68,7 @@ class ClientLeft(Exception):
 class Call:
     """The running request, for its endpoint.
 
+    client: the name of its token, else its address.
     owner: of uploaded files and stored responses, sha256 of the caller's Authorization header.
     charge: counts bytes of the body for the client's quota; a negative number gives back those of a message that was
     served. charge_stored: counts bytes that did not come with the request.
@@ -72,6 +78,7 @@ class Call:
 
     request_id: str
     method: str
+    client: str
     owner: str
     charge: Charge
     charge_stored: Charge
@@ -87,15 +94,23 @@ class Call:
 
 
 class RequestGuard:
-    """tokens: those that callers must send; None admits everybody, and generation may still refuse."""
+    """tokens: those that callers must send; None admits everybody, and generation may still refuse.
+    tickets: which films take in place of tokens."""
 
     def __init__(
-        self, app: ASGIApp, origins: Origins, quotas: ClientQuotas, tokens: Tokens | None, passes_tokens_on: bool
+        self,
+        app: ASGIApp,
+        origins: Origins,
+        quotas: ClientQuotas,
+        tokens: Tokens | None,
+        tickets: Tickets,
+        passes_tokens_on: bool,
     ) -> None:
         self._app = app
         self._origins = origins
         self._quotas = quotas
         self._tokens = tokens
+        self._tickets = tickets
         self._passes_tokens_on = passes_tokens_on
         self.drain = Drain()
 
@@ -158,14 +173,24 @@ class RequestGuard:
             owner = hashlib.sha256((token or "").encode()).hexdigest()
             scope["app"] = self  # the router raises HTTPException instead of answering in plain text
             scope[_CALL] = Call(
-                bound_request_id(), method, owner, _counted(charge, method), charge, metadata, outcome, self.drain
+                bound_request_id(),
+                method,
+                client,
+                owner,
+                _counted(charge, method),
+                charge,
+                metadata,
+                outcome,
+                self.drain,
             )
             async with self.drain.limited() as limit:
                 response.on_begin = partial(self.drain.lift, limit)
                 await self._app(scope, receive, response)
 
     def _client_of(self, scope: Scope, headers: Mapping[str, str]) -> str:
-        """The name of the token, else the address. Raises Unauthenticated."""
+        """The name of the token, or the client of a film's ticket, else the address. Raises Unauthenticated."""
+        if scope["path"].startswith(FILMS):
+            return self._tickets.read(scope["path"].removeprefix(FILMS)).client
         if self._tokens is not None:
             name = self._tokens.name_of(headers.get(AUTHORIZATION_KEY, ""))
             if name is None:

@@ -5,7 +5,7 @@ import { byId } from "./elements.js";
 const CLIP_FIELD = /^messages\[0\]\.content\[\d\](\.(video|image)_url(\.url)?|\.file(\.file_id)?)?(?= )/; // the clip
 
 export function clearErrors() {
-  for (const id of ["file-error", "token-error", "question-error"]) byId(id).textContent = "";
+  for (const id of ["file-error", "films-error", "token-error", "question-error"]) byId(id).textContent = "";
 }
 
 // clipName: what the clip is called in place of its field. What the user stopped is no error.

@@ -4,6 +4,7 @@ import * as camera from "./camera.js";
 import { choose, forget, needed } from "./clip.js";
 import { byId, percent } from "./elements.js";
 import { clearErrors, showError } from "./errors.js";
+import { askAbout, find, showFilms, stopFilms } from "./films.js";
 import { bodyNow, endConversation, stop, submit } from "./question.js";
 import { fetched, version } from "./server.js";
 import { knowService } from "./service.js";
@@ -90,6 +91,15 @@ byId("new").addEventListener("click", () => {
   byId("question").focus();
 });
 
+// The films
+
+byId("films").addEventListener("submit", (event) => {
+  event.preventDefault();
+  find();
+});
+byId("ask-films").addEventListener("click", () => { if (byId("films").reportValidity()) askAbout(); });
+byId("stop-films").addEventListener("click", stopFilms);
+
 // The question as text for other programs
 
 for (const [id, written] of [["curl", curl], ["python", python]]) {
@@ -123,6 +133,7 @@ async function copy(text, clip) {
 
 fetch(DEMO, { method: "HEAD" }).then((answer) => { byId("demo").hidden = !answer.ok; }, () => {});
 know();
+showFilms().catch(() => {}); // know() tells that the server is gone
 byId("token").addEventListener("change", know);
 
 async function know() {

@@ -10,6 +10,7 @@ import { automatic, knowService } from "./service.js";
 const COMPARED = "Both answers start alike: neither finds anything in a cache, of the other or of an earlier question. Before the "
   + "first comparison of a clip, a question about four of its frames warms the services up. Compared questions are no "
   + "conversation: each is asked without the earlier ones.";
+export const STREAMED = { stream: true, stream_options: { include_usage: true } };
 const WARM_UP = { mm_processor_kwargs: { num_frames: 4 }, max_completion_tokens: 1 };
 
 let running = null; // AbortController of the question
@@ -26,18 +27,18 @@ export async function submit() {
   drawing?.abort();
   running = new AbortController();
   const mine = drawing = new AbortController();
-  const answered = [];
+  const drawn = [];
   setBusy(true);
   try {
     await knowService();
-    await (byId("compare").checked ? compare : converse)(clip, running.signal, answered);
+    await (byId("compare").checked ? compare : converse)(clip, running.signal, drawn);
   } catch (error) {
     showError(error, clip.file.name);
   } finally {
     running = null;
     setBusy(false);
   }
-  for (const [article, bodyOf] of answered) await draw(article, clip, bodyOf, mine.signal);
+  for (const [article, bodyOf] of drawn) await draw(article, clip, bodyOf, mine.signal);
 }
 
 export function stop() {
@@ -56,19 +57,19 @@ export function bodyNow(part) {
   return body(part, byId("compare").checked ? [] : turns, byId("question").value, ownPruning());
 }
 
-// answered: gets each article about a video, and the body of its question by the clip's part.
-async function converse(clip, signal, answered) {
+// drawn: gets each article about a video, and the body of its question by the clip's part.
+async function converse(clip, signal, drawn) {
   if (!turns.length) byId("answers").replaceChildren();
   byId("answers").classList.add("conversation");
   byId("note").textContent = "";
   const [earlier, question, pruning] = [turns, byId("question").value, ownPruning()];
   const article = headed(pruning, question);
   byId("answers").prepend(article);
-  const answer = await fill(article, clip, (part) => body(part, earlier, question, pruning), signal, answered);
+  const answer = await fill(article, clip, (part) => body(part, earlier, question, pruning), signal, drawn);
   if (answer !== null && !signal.aborted) setTurns([...earlier, { question, answer }]);
 }
 
-async function compare(clip, signal, answered) {
+async function compare(clip, signal, drawn) {
   setTurns([]);
   byId("answers").classList.remove("conversation");
   byId("answers").replaceChildren();
@@ -81,7 +82,7 @@ async function compare(clip, signal, answered) {
     const article = headed(pruning, "");
     byId("answers").append(article);
     const cache_salt = unique();
-    await fill(article, clip, (part) => ({ ...body(part, [], question, pruning), cache_salt }), signal, answered);
+    await fill(article, clip, (part) => ({ ...body(part, [], question, pruning), cache_salt }), signal, drawn);
   }
 }
 
@@ -112,25 +113,13 @@ function headed({ rate, threshold }, question) {
 
 // Asks, and shows the answer and its cost in the article. bodyOf: the body, by the part of the clip.
 // Returns the text, or null for an answer that broke off.
-async function fill(article, clip, bodyOf, signal, answered) {
+async function fill(article, clip, bodyOf, signal, drawn) {
   const text = article.querySelector(".text");
-  const streamed = { stream: true, stream_options: { include_usage: true } };
-  let [answer, usage] = ["", null];
   try {
-    for await (const chunk of events(await ask(clip, (part) => ({ ...bodyOf(part), ...streamed }), signal))) {
-      if (chunk.error) throw new Error(chunk.error.message);
-      const choice = chunk.choices[0];
-      const thought = choice?.delta.reasoning_content;
-      if (thought) (text.querySelector("em") ?? text.appendChild(element("em"))).append(thought);
-      answer += choice?.delta.content ?? "";
-      text.append(choice?.delta.content ?? "");
-      if (choice?.finish_reason === "length") text.append(" […]");
-      usage = chunk.usage;
-    }
-    drawCost(article, usage);
+    const { answer, usage } = await answered(article, await ask(clip, (part) => ({ ...bodyOf(part), ...STREAMED }), signal));
     const [{ modality, pruning_rate: rate }] = usage.gridsieve.media;
     if (article.dataset.automatic) article.querySelector("h2").textContent += `, by ${percent(rate)}`;
-    if (modality === "video") answered.push([article, bodyOf]);
+    if (modality === "video") drawn.push([article, bodyOf]);
     else article.setAttribute("aria-busy", "false");
     return answer;
   } catch (error) {
@@ -140,6 +129,24 @@ async function fill(article, clip, bodyOf, signal, answered) {
     if (!text.textContent || error.name === "AbortError") throw error;
     return null;
   }
+}
+
+// Shows a streamed answer in an article as it comes, then its cost.
+export async function answered(article, response) {
+  const text = article.querySelector(".text");
+  let [answer, usage] = ["", null];
+  for await (const chunk of events(response)) {
+    if (chunk.error) throw new Error(chunk.error.message);
+    const choice = chunk.choices[0];
+    const thought = choice?.delta.reasoning_content;
+    if (thought) (text.querySelector("em") ?? text.appendChild(element("em"))).append(thought);
+    answer += choice?.delta.content ?? "";
+    text.append(choice?.delta.content ?? "");
+    if (choice?.finish_reason === "length") text.append(" […]");
+    usage = chunk.usage;
+  }
+  drawCost(article, usage);
+  return { answer, usage };
 }
 
 // Shows which tokens of a video were kept.
