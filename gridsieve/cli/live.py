@@ -6,21 +6,25 @@ import asyncio
 import dataclasses
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Annotated
+from typing import Annotated, Any, TypeAlias
+from urllib.parse import urlsplit
 
 import typer
+from rich.markup import escape
 
-from gridsieve.cli.ask import answer_json
+from gridsieve.cli.ask import answer_json, system_message
+from gridsieve.cli.moments import described, moment_json
 from gridsieve.cli.options import (
     AccessFlags,
     AdapterOption,
     MaxPixelsOption,
+    RecordingFlags,
     SamplingFlags,
     ServerOption,
     SystemOption,
@@ -32,6 +36,7 @@ from gridsieve.cli.options import (
     said_pruning,
 )
 from gridsieve.cli.terminal import StatusLine, report, reported_errors, stderr, warn
+from gridsieve.client.answer import Answer
 from gridsieve.client.client import DEFAULT_ADDRESS, GridsieveClient
 from gridsieve.client.live import LiveSession
 from gridsieve.client.live_events import (
@@ -45,11 +50,13 @@ from gridsieve.client.live_events import (
     LiveSlice,
     LiveStream,
     LiveUsage,
+    Snapshots,
     StreamState,
 )
-from gridsieve.client.prompt import Pruning, Sampling, Trigger, check_scheme
+from gridsieve.client.prompt import Options, Pruning, Sampling, Trigger, check_scheme
 from gridsieve.common.contract.errors import InvalidRequest, Unavailable
 from gridsieve.common.contract.retention import EVS_CAUSAL, NONE, PIXEL_CHANGE, SUGGESTED
+from gridsieve.search.films import FilmMoment
 
 _when = partial(typer.Option, rich_help_panel="When it is asked")
 _session = partial(typer.Option, rich_help_panel="Session")
@@ -57,6 +64,8 @@ _EVERY_S = 5.0
 _FPS = 2.0
 # Of sources, which the service watches.
 _SCHEMES = ("http", "https", "rtsp", "rtsps")
+
+_Ask: TypeAlias = Callable[[str], Coroutine[Any, Any, None]]
 
 
 def live(
@@ -118,6 +127,15 @@ def live(
         of_output(help="File with a JSON schema that each answer to the question satisfies, unless it is cut off."),
     ] = None,
     adapter: AdapterOption = None,
+    recording: RecordingFlags,
+    recall: Annotated[
+        int,
+        _session(
+            min=0,
+            help="With --index: show the model so many of its best earlier moments, then the newest pictures. "
+            "Questions are then requests of their own, which have nothing of the session's window.",
+        ),
+    ] = 0,
     as_json: Annotated[
         bool, of_output("--json", help="Print each answer, or the error, as a line of JSON on stdout.")
     ] = False,
@@ -140,7 +158,14 @@ def live(
     Example: gridsieve live /dev/video0 "Who is at the door?" --schema people.json --json
 
     Example: gridsieve live match.mp4 "Sum up what happened." --every-s 0 --speed 4
+
+    Example: gridsieve live /dev/video0 "When did the van leave?" --index yard --embedder 127.0.0.1:50063 --recall 4
     """
+    recording.check()
+    if recall and recording.index is None:
+        raise typer.BadParameter("--recall needs --index, the folder with earlier moments")
+    if recall and on_change is not None:
+        raise typer.BadParameter("--recall and --on-change exclude each other: the session itself asks on a change")
     if not question.strip():
         raise typer.BadParameter("the question is empty")
     if not speed > 0:
@@ -157,7 +182,13 @@ def live(
             drawn if schema is None else drawn | {"json_schema": schema.read_text(encoding="utf-8", errors="replace")}
         )
         trigger = Trigger(question, every_s=every_s or None, on_change=on_change, transient=transient, sampling=asked)
-        async with GridsieveClient(server, **access.access()) as client:
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(GridsieveClient(server, **access.access()))
+            kept = None
+            if recording.index is not None:
+                from gridsieve.cli.recorded import Recall, recorded  # imported on use: it loads FFmpeg
+
+                kept = await stack.enter_async_context(recorded(recording, access.access(), warn, as_json))
             opening = client.live(
                 system=system,
                 pruning=None if said == Pruning() else said,
@@ -166,30 +197,48 @@ def live(
                 window_tokens=window_tokens,
                 answer_tokens=answer_tokens,
                 window_s=window_s,
-                triggers=() if at_end else (trigger,),
+                triggers=() if at_end or recall else (trigger,),
                 source=url,
+                snapshots=Snapshots.SLICES if kept else None,
                 adapter=adapter,
             )
-            async with opening as session:
-                with _Printer(as_json) as printer:
-                    try:
-                        async with asyncio.TaskGroup() as tasks:
-                            tasks.create_task(printer.follow(session.events()))
-                            typing = tasks.create_task(_type(session, printer, drawn))
-                            if url is None:
-                                was_due = await _play(session, source, fps, speed) >= (every_s or 0)
-                            else:
-                                await _ended(session.events())
-                                was_due = printer.asked
-                            if at_end or (every_s and not was_due):
-                                await session.answer(question, transient=transient, **asked)
-                                printer.answered = True
-                            typing.cancel()
-                            await session.close()
-                            if (every_s or printer.asked) and not printer.answered:
-                                raise Unavailable("the question could not be answered", "generation")
-                    except ExceptionGroup as failures:
-                        raise failures.exceptions[0] from None
+            session = await stack.enter_async_context(opening)
+            printer = stack.enter_context(_Printer(as_json))
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(printer.follow(session.events()))
+                    ask: _Ask = partial(_ask, session, sampling=drawn)
+                    if kept:
+                        own = Options(adapter=adapter)
+                        recalls = Recall(
+                            client, kept, _name_of(source), recall, system_message(system), own, printer.recalled, warn
+                        )
+                        following = recalls.follow(session.events(), question, asked, every_s or 0)
+                        recorded_all = tasks.create_task(following)
+                        if recall:
+                            ask = partial(recalls.ask, sampling=drawn)
+                    typing = tasks.create_task(_type(ask, printer))
+                    if url is None:
+                        was_due = await _play(session, source, fps, speed) >= (every_s or 0)
+                    else:
+                        await _ended(session.events())
+                        was_due = printer.asked
+                    if recall:
+                        typing.cancel()
+                        await session.close()
+                        await recorded_all
+                        if at_end or not printer.asked:
+                            await recalls.complete()
+                            await recalls.ask(question, asked)
+                    elif at_end or (every_s and not was_due):
+                        await session.answer(question, transient=transient, **asked)
+                        printer.answered = True
+                    typing.cancel()
+                    await session.close()
+                    if (every_s or printer.asked) and not printer.answered:
+                        raise Unavailable("the question could not be answered", "generation")
+            except ExceptionGroup as failures:
+                raise failures.exceptions[0] from None
 
     with reported_errors(server, as_json=as_json):
         if url is not None:
@@ -198,6 +247,11 @@ def live(
             Path(source).open("rb").close()  # a file that cannot be read is reported before anything is called
         with in_flags():
             asyncio.run(watch())
+
+
+def _name_of(source: str) -> str:
+    """The camera's name in a recording: the host of a URL, else the name of the file or device."""
+    return urlsplit(source).hostname or source if "://" in source else Path(source).stem
 
 
 async def _ended(events: AsyncIterator[LiveEvent]) -> None:
@@ -242,7 +296,7 @@ async def _next(frames: Iterator[tuple[float, bytes]]) -> tuple[float, bytes] | 
     return await asyncio.wrap_future(found)
 
 
-async def _type(session: LiveSession, printer: _Printer, sampling: Sampling) -> None:
+async def _type(ask: _Ask, printer: _Printer) -> None:
     """Asks what is typed, a question a line, if stdin is a terminal. An empty line makes room for the next one."""
     if not sys.stdin.isatty():
         return
@@ -254,7 +308,7 @@ async def _type(session: LiveSession, printer: _Printer, sampling: Sampling) -> 
             while line := await lines.get():
                 printer.prompt(not line.strip())
                 if line.strip():
-                    asked.create_task(_ask(session, line.strip(), sampling))
+                    asked.create_task(ask(line.strip()))
     finally:
         loop.remove_reader(sys.stdin)
 
@@ -298,6 +352,20 @@ class _Printer:
     def prompt(self, shown: bool) -> None:
         """Asks for a question in place of the line about the session, until the next call."""
         self._status.prompt(shown)
+
+    def recalled(self, question: str, answer: Answer, shown: Sequence[FilmMoment]) -> None:
+        """The answer to a question that is not the session's, and the moments before it."""
+        self.answers += 1
+        self.asked = self.answered = True
+        self._status.clear()
+        if self._as_json:
+            told = {"time_s": self._seen_s, "question": question, **answer_json(answer)}
+            print_json({**told, "shown": list(map(moment_json, shown))})
+            return
+        self._say(answer.text)
+        self._end_line()
+        for each in shown:
+            stderr.print(f"[dim]shown: {escape(described(each))}[/]", soft_wrap=True)
 
     async def follow(self, events: AsyncIterator[LiveEvent]) -> None:
         async for event in events:

@@ -47,6 +47,7 @@ of_media = partial(typer.Option, rich_help_panel="Media")
 of_sampling = partial(typer.Option, rich_help_panel="Model and sampling (defaults: the model's)")
 of_output = partial(typer.Option, rich_help_panel="Output")
 _of_connection = partial(typer.Option, rich_help_panel="Connection")
+_of_recording = partial(typer.Option, rich_help_panel="Recording")
 
 # Fields of requests that have flags of another name.
 _FLAGS = {
@@ -194,6 +195,26 @@ class FrameFlags:
 class ClipFlags(FrameFlags):
     start_s: Annotated[float | None, of_media(help="Start at this second of each video.")] = None
     end_s: Annotated[float | None, of_media(help="End at this second of each video.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingFlags:
+    """Where what is watched is kept."""
+
+    index: Annotated[
+        Path | None,
+        _of_recording(
+            help="Keep what is seen in this folder: films of ten seconds, a picture a slice, and an index of them by "
+            "--embedder, for `gridsieve search`, `gridsieve ask FOLDER` and --recall."
+        ),
+    ] = None
+    embedder: OptionalEmbedderOption = None
+    store: StoreOption = None
+
+    def check(self) -> None:
+        """Raises BadParameter for a folder without an embedder."""
+        if self.index is not None and self.embedder is None:
+            raise typer.BadParameter("--index needs --embedder, the address of the model of its index")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

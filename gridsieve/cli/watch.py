@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from gridsieve.cli.options import AccessFlags, ServerOption, of_output
+from gridsieve.cli.options import AccessFlags, RecordingFlags, ServerOption, of_output
 from gridsieve.cli.terminal import reported_errors, stderr
 from gridsieve.client.client import DEFAULT_ADDRESS, GridsieveClient
+from gridsieve.client.live_events import Snapshots
 from gridsieve.common.process import ExitStatus
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -31,6 +33,7 @@ def watch(
         bool,
         of_output("--json", help="Print each event, or the error, as a line of JSON on stdout."),
     ] = False,
+    recording: RecordingFlags,
     server: ServerOption = DEFAULT_ADDRESS,
     access: AccessFlags,
 ) -> None:
@@ -51,7 +54,10 @@ def watch(
     Example: gridsieve watch cameras.toml --check
 
     Example: gridsieve watch cameras.toml --json --server gpu-1:50053
+
+    Example: gridsieve watch cameras.toml --index recordings --embedder 127.0.0.1:50063
     """
+    recording.check()
     # Imported on use: they load pydantic's models, and clients of HTTP and MQTT.
     from gridsieve.watch.cameras import Stdout, Watched, read
     from gridsieve.watch.events import ANSWER, LOST, Event
@@ -63,6 +69,9 @@ def watch(
         watched = read(file)
         if as_json and not any(isinstance(each, Stdout) for each in watched.sinks):
             watched = replace(watched, sinks=(*watched.sinks, Stdout()))
+        if recording.index is not None:
+            seen = [replace(each, options={**each.options, "snapshots": Snapshots.SLICES}) for each in watched.cameras]
+            watched = replace(watched, cameras=tuple(seen))
         nonlocal prints
         prints = not any(isinstance(each, Stdout) for each in watched.sinks)
         return watched
@@ -88,9 +97,15 @@ def watch(
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, end)
-        async with GridsieveClient(server, **access.access()) as client:
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(GridsieveClient(server, **access.access()))
+            take = None
+            if recording.index is not None:
+                from gridsieve.cli.recorded import recorded  # it loads FFmpeg
+
+                take = (await stack.enter_async_context(recorded(recording, access.access(), say, as_json))).take
             try:
-                return await Station(client, read_file, tell, say).run(watched, ending)
+                return await Station(client, read_file, tell, say, take).run(watched, ending)
             except ExceptionGroup as failures:
                 raise failures.exceptions[0] from None
 

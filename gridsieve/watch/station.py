@@ -20,7 +20,7 @@ from gridsieve.watch.events import Event
 from gridsieve.watch.mqtt import MqttSender
 from gridsieve.watch.outbox import Outbox, Sender
 from gridsieve.watch.stdout import StdoutSender
-from gridsieve.watch.watching import Watching
+from gridsieve.watch.watching import Record, Watching
 from gridsieve.watch.webhook import WebhookSender
 
 _LOOK_S = 1.0
@@ -36,7 +36,8 @@ class _Running:
 
 
 class Station:
-    """read: reads the file, or raises StartupError. tell: takes every event. say: takes lines for people."""
+    """read: reads the file, or raises StartupError. tell: takes every event. say: takes lines for people. record: takes
+    the name of a camera and each slice of it."""
 
     def __init__(
         self,
@@ -44,8 +45,9 @@ class Station:
         read: Callable[[], Watched],
         tell: Callable[[Event], None],
         say: Callable[[str], None],
+        record: Record | None = None,
     ) -> None:
-        self._client, self._read, self._tell, self._say = client, read, tell, say
+        self._client, self._read, self._tell, self._say, self._record = client, read, tell, say, record
         self._cameras: dict[str, _Running] = {}
         self._sinks: list[tuple[Sink, Outbox]] = []
         self._dropped = 0
@@ -91,7 +93,7 @@ class Station:
             del self._cameras[each.camera.name]
         for name, camera in wanted.items():
             if name not in self._cameras:
-                watching = Watching(self._client, camera, self._event, self._say)
+                watching = Watching(self._client, camera, self._event, self._say, self._record)
                 self._cameras[name] = _Running(camera, watching, self._group.create_task(watching.run()))
 
     def _outbox(self, sink: Sink) -> Outbox:

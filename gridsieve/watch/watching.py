@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeAlias
 
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.live import LiveSession
@@ -28,9 +29,12 @@ _LOSSES = {
     DropReason.NO_ROOM: "a service has no room for them",
 }
 
+Record: TypeAlias = Callable[[str, LiveSlice], None]
+
 
 class Watching:
-    """tell: takes what happens. say: takes lines for people, about what no event is made of."""
+    """tell: takes what happens. say: takes lines for people, about what no event is made of. record: takes the camera's
+    name and each slice."""
 
     def __init__(
         self,
@@ -38,8 +42,9 @@ class Watching:
         camera: Camera,
         tell: Callable[[Event], None],
         say: Callable[[str], None],
+        record: Record | None = None,
     ) -> None:
-        self._client, self._camera, self._tell, self._say = client, camera, tell, say
+        self._client, self._camera, self._tell, self._say, self._record = client, camera, tell, say, record
         self._ending = asyncio.Event()
         # What was told last: not told again before the camera plays, or a question is answered.
         self._lost = self._complained = ""
@@ -77,6 +82,9 @@ class Watching:
 
     def _take(self, event: LiveEvent) -> None:
         match event:
+            case LiveSlice():
+                if self._record:
+                    self._record(self._camera.name, event)
             case LiveFinished():
                 self._complained = ""
                 self._tell(answered(self._camera, event))

@@ -65,6 +65,7 @@ SLICED = PromptPlan(
 )
 REFUSAL = MediaDamaged("12 of 40 frames [0.30] cannot be decoded")
 METHODS = ("evs", "random", "vidcom2", "none", "pixel_change", "vcast")
+BEGAN_S = 1_796_031_900.0  # 2026-11-30 09:45:00 UTC, when live sessions begin
 COMPLETIONS = (("A red ", "ball ⚽"), ("Some", "thing"), ("", ""))
 
 
@@ -90,6 +91,7 @@ class FakeServices(
         self.running = self.most_running = 0
         self.hangs = threading.Event()
         self.cancelled = threading.Event()
+        self.opened: Any = None
 
     async def ListModels(self, request: Any, context: Any) -> AsyncIterator[Any]:
         methods = [generation_pb2.PruningMethod(name=name) for name in self.methods]
@@ -152,15 +154,21 @@ class FakeServices(
         return generation_pb2.GenerateResponse(delta=delta)
 
     async def Live(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Records frames and questions. Asks nothing by itself."""
+        """Records frames and questions. Asks nothing by itself. With snapshots, every second frame ends a slice."""
+        frames: list[Any] = []
         async for request in requests:
             match kind := request.WhichOneof("request"):
                 case "open":
+                    self.opened = request.open
                     yield generation_pb2.LiveResponse(accepted=generation_pb2.LiveAccepted(request_id="r1"))
                 case "frame" | "ask":
                     self.asked.append(getattr(request, kind))
                 case "close":
                     return
+            if kind == "frame" and self.opened.snapshots == generation_pb2.SNAPSHOTS_SLICES:
+                frames.append(request.frame)
+                if len(frames) % 2 == 0:
+                    yield generation_pb2.LiveResponse(slice=_slice(*frames[-2:]))
             if kind == "ask":
                 name, finished = request.ask.ask_id, generation_pb2.Finished(reason=generation_pb2.FINISH_REASON_STOP)
                 delta = generation_pb2.LiveDelta(ask_id=name, delta=generation_pb2.Delta(text="A red ball"))
@@ -198,3 +206,15 @@ class FakeServices(
         kept = None if self.kept is None else int32_tensor(np.array(self.kept, dtype=np.int32))
         for chunk in tensor_chunks(DType.FLOAT32, shape, np.zeros(shape, dtype=np.float32).data):
             yield encoder_pb2.EncodeResponse(embeds=encoder_pb2.EmbedsChunk(kept=kept, chunk=chunk, method=method))
+
+
+def _slice(first: Any, last: Any) -> Any:
+    return generation_pb2.LiveSlice(
+        first_time_s=first.time_s,
+        last_time_s=last.time_s,
+        grid=prompt_pb2.Grid(t=1, h=1, w=1),
+        kept=int32_tensor(np.zeros(1, np.int32)),
+        wall_time_s=BEGAN_S + last.time_s,
+        wall_clock=generation_pb2.WALL_CLOCK_SERVICE,
+        snapshot=last.picture,
+    )

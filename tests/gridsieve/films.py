@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ def indexed(folder: Path, embedder: str, **arguments: Any) -> Progress:
         async with GridsieveClient(embedder) as client, FolderIndex(folder, client) as index:
             return await index.update(**arguments)
 
-    return asyncio.run(update())
+    with ThreadPoolExecutor(1) as thread:  # Playwright's event loop may run in this one
+        return thread.submit(lambda: asyncio.run(update())).result()
 
 
 class FakeEmbedder(generation_pb2_grpc.GenerationServiceServicer):

@@ -15,9 +15,11 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import av
 import pytest
 from cloudevents.core.formats.json import JSONFormat
 from cloudevents.core.v1.event import CloudEvent
@@ -26,7 +28,9 @@ from paho.mqtt.enums import CallbackAPIVersion
 from PIL import Image
 from standardwebhooks import Webhook
 
+from gridsieve.client.client import GridsieveClient
 from gridsieve.common.process import free_port
+from gridsieve.search.folder_search import FolderSearch
 from tests.cameras import Camera, camera
 from tests.certificates import Authority
 from tests.integration.fleet import ROOT, Stack, media_port, until
@@ -270,3 +274,22 @@ async def test_a_changed_file_is_taken_over_and_what_is_equal_in_it_goes_on(watc
     running_watch.process.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(running_watch.process.wait, 20) == 0
     assert [running_watch.said.count(f"{name}: opens") for name in ("yard", "door")] == [2, 3]
+
+
+async def test_what_a_camera_showed_is_in_an_index(watch: Callable[..., Watch], embeds: str, tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    async with filming():
+        running = watch(table("yard") + ASKED, "--json", "--index", str(folder), "--embedder", embeds)
+        await running.tells("gridsieve.answer", "yard")
+        running.process.terminate()
+        assert await asyncio.to_thread(running.process.wait, 20) == 0, running.said
+    (film,) = (folder / "yard").glob("*.mp4")
+    with av.open(str(film)) as container:
+        frames = [(each.width, each.height) for each in container.decode(video=0)]
+    assert set(frames) == {(112, 112)}
+    began = datetime.strptime(film.stem, "%Y-%m-%dT%H-%M-%S.%fZ").replace(tzinfo=UTC)
+    assert abs(datetime.now(UTC) - began) < timedelta(minutes=2)
+    async with GridsieveClient(embeds) as embedder, FolderSearch(folder, embedder) as index:
+        (moment,) = await index.search("0")
+    assert (moment.path, moment.start_s) == (f"yard/{film.name}", 0)
