@@ -330,7 +330,7 @@ class _Printer:
         self._status = StatusLine()
         self._seen_s = 0.0
         self._answering = False  # an answer's line has begun
-        self.answers = 0
+        self.answers = self._recalled_tokens = 0
         self.asked = self.answered = False  # the question of the command
         self._usage: LiveUsage | None = None
 
@@ -346,7 +346,7 @@ class _Printer:
         if full := usage.media_tokens_full:
             dropped = 1 - usage.media_tokens / full
             told += f" · kept {usage.media_tokens} of {full} tokens of media ({dropped:.0%} dropped)"
-        told += f" · {self.answers} answers of {usage.completion_tokens} tokens"
+        told += f" · {self.answers} answers of {usage.completion_tokens + self._recalled_tokens} tokens"
         stderr.print(f"[dim]{told}[/]", soft_wrap=True)
 
     def prompt(self, shown: bool) -> None:
@@ -356,6 +356,7 @@ class _Printer:
     def recalled(self, question: str, answer: Answer, shown: Sequence[FilmMoment]) -> None:
         """The answer to a question that is not the session's, and the moments before it."""
         self.answers += 1
+        self._recalled_tokens += answer.usage.completion_tokens
         self.asked = self.answered = True
         self._status.clear()
         if self._as_json:

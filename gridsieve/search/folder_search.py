@@ -90,7 +90,7 @@ class FolderSearch:
         Raises as `search`.
         """
         shown = {(each.path, each.start_s): each for each in await self.search(question, best)}
-        moments = await asyncio.to_thread(self._searched().moments)
+        moments = await asyncio.to_thread(self._searched().moments) if spread else []
         until_s = list(accumulate(each.end_s - each.start_s for each in moments))
         for number in range(spread if moments else 0):
             time_s = (number + 0.5) / spread * until_s[-1]
