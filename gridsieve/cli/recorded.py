@@ -15,8 +15,8 @@ from gridsieve.client.credentials import Access
 from gridsieve.client.live_events import LiveEvent, LiveSlice
 from gridsieve.client.prompt import Message, Options, Sampling
 from gridsieve.common.contract.errors import Overloaded, Unavailable
-from gridsieve.moments import FilmMoment, FolderIndex
 from gridsieve.moments.recording import Recording
+from gridsieve.search.films import FilmMoment
 
 
 @asynccontextmanager
@@ -28,9 +28,10 @@ async def recorded(
     assert flags.embedder is not None
     async with AsyncExitStack() as stack:
         with reported_errors(flags.embedder, as_json=as_json):
+            flags.index.mkdir(parents=True, exist_ok=True)
             embedder = await stack.enter_async_context(GridsieveClient(flags.embedder, **access))
-            index = await stack.enter_async_context(FolderIndex(flags.index, embedder, store=flags.store))
-            recording = await stack.enter_async_context(Recording(index, flags.index, say))
+            made = Recording(flags.index, embedder, store=flags.store, say=say)
+            recording = await stack.enter_async_context(made)
         yield recording
 
 

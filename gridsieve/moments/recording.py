@@ -14,7 +14,7 @@ import io
 import re
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fractions import Fraction
@@ -27,12 +27,13 @@ from av.packet import Packet
 from av.video.stream import VideoStream
 from PIL import Image
 
+from gridsieve.client.client import GridsieveClient
 from gridsieve.client.live_events import LiveSlice
-from gridsieve.client.prompt import Frames, Part, Text, Video
+from gridsieve.client.prompt import Frames, Part, StrPath, Text, Video
 from gridsieve.common.contract.errors import GridsieveError, StartupError
 from gridsieve.moments.folder_index import FolderIndex
 from gridsieve.search.films import FilmMoment
-from gridsieve.search.folder_search import BEST, MAX_FRAMES
+from gridsieve.search.folder_search import BEST, MAX_FRAMES, FolderSearch
 
 CLIP_S = 10.0
 END_S = 4.0
@@ -61,19 +62,33 @@ class _Camera:
 class Recording:
     """An asynchronous context manager.
 
-    index: of the folder, entered. say: takes lines for people, about films that cannot be written or indexed; they are
-        tried again with the next film.
+    folder, embedder, store: as of `FolderSearch`; the folder must be there. say: takes lines for people, about films
+        that cannot be written, or indexed before the next film is.
     Entering raises as `FolderIndex.update`: InvalidRequest if the folder has an index of other settings.
     """
 
-    def __init__(self, index: FolderIndex, folder: Path, say: Callable[[str], None]) -> None:
-        self._index, self._folder, self._say = index, folder, say
+    def __init__(
+        self,
+        folder: StrPath,
+        embedder: GridsieveClient,
+        *,
+        store: str | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._folder, self._say = Path(folder), say
+        self._index = FolderIndex(folder, embedder, store=store)
+        self._search = FolderSearch(folder, embedder, store=store)  # beside an update, on a connection of its own
+        self._stack = AsyncExitStack()
         self._cameras: dict[str, _Camera] = {}
         self._clips: asyncio.Queue[tuple[str, list[_Picture]] | None] = asyncio.Queue()
         self._written, self._updating = asyncio.Event(), asyncio.Lock()
 
     async def __aenter__(self) -> Self:
-        await self._index.update(window_s=CLIP_S)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._index)
+            await stack.enter_async_context(self._search)
+            await self._index.update(window_s=CLIP_S)
+            self._stack = stack.pop_all()
         self._writing = asyncio.create_task(self._write())
         self._following = asyncio.create_task(self._follow())
         return self
@@ -87,6 +102,7 @@ class Recording:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+        await self._stack.aclose()
 
     def take(self, camera: str, event: LiveSlice) -> None:
         """A slice of a camera's session."""
@@ -115,10 +131,10 @@ class Recording:
     async def recalled(self, camera: str, question: str, best: int = BEST) -> tuple[list[Part], list[FilmMoment]]:
         """What precedes a question about a camera: the best earlier moments of the folder, then its newest pictures.
 
-        Returns the moments, too, by file and time. Raises as `FolderIndex.search`.
+        Returns the moments, too, by file and time. Raises as `FolderSearch.search`.
         """
-        moments = await self._index.shown_for(question, best, spread=0)
-        parts = self._index.parts(moments)
+        moments = await self._search.shown_for(question, best, spread=0)
+        parts = self._search.parts(moments)
         if newest := list(self._cameras[camera].newest) if camera in self._cameras else []:
             frames = Frames(tuple(each.data for each in newest), tuple(each.time_s for each in newest))
             parts += [Text(f"{camera}, live, now, from {_utc(newest[0].wall_s)} on:"), Video(frames=frames)]

@@ -230,10 +230,13 @@ def test_films_on_the_server_are_named_by_their_paths(films: Path, embeds: str, 
     assert not any(each.data for each in embedder.videos)
 
 
-def test_a_sheet_shows_a_frame_of_each_moment(films: Path, embeds: str, gridsieve: Run, tmp_path: Path) -> None:
-    indexed(films, embeds)
+def test_a_sheet_shows_a_frame_of_each_moment(
+    films: Path, embeds: str, store: tuple[str, ...], gridsieve: Run, tmp_path: Path
+) -> None:
+    flags = ("--embedder", embeds, *store)
+    assert gridsieve("index", str(films), *flags).exit_code == 0
     drawn = tmp_path / "found.png"
-    result = gridsieve("search", str(films), "0.2", "--embedder", embeds, "-n", "3", "--sheet", str(drawn))
+    result = gridsieve("search", str(films), "0.2", *flags, "-n", "3", "--sheet", str(drawn))
     assert result.exit_code == 0, result.stderr
     pixels = np.asarray(Image.open(drawn), np.int16)
     shown = [(np.abs(pixels - colour).max(axis=2) < 12).sum() for colour in (RED, GREEN, BLUE)]

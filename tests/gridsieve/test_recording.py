@@ -64,7 +64,6 @@ def test_a_question_recalls_what_the_camera_showed_earlier(
     gridsieve: Run, services: FakeServices, address: str, embeds: str, yard: Path, tmp_path: Path
 ) -> None:
     flags = ("--every-s", "0", "--speed", "1000", "--index", str(tmp_path / "kept"), "--embedder", embeds)
-    (tmp_path / "kept").mkdir()
     result = gridsieve("live", str(yard), "1", *flags, "--recall", "1", "--server", address)
     assert result.exit_code == 0, result.output
     assert not any(isinstance(each, LiveAsk) for each in services.asked)
@@ -88,7 +87,6 @@ def test_a_question_recalls_what_the_camera_showed_earlier(
 def test_a_question_that_is_asked_by_time_recalls_too(
     gridsieve: Run, services: FakeServices, address: str, embeds: str, yard: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "kept").mkdir()
     flags = ("--speed", "1000", "--index", str(tmp_path / "kept"), "--embedder", embeds, "--recall", "2", "--json")
     result = gridsieve("live", str(yard), "0", "--every-s", "4", *flags, "--server", address)
     assert result.exit_code == 0, result.output

@@ -278,7 +278,6 @@ async def test_a_changed_file_is_taken_over_and_what_is_equal_in_it_goes_on(watc
 
 async def test_what_a_camera_showed_is_in_an_index(watch: Callable[..., Watch], embeds: str, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
-    folder.mkdir()
     async with filming():
         running = watch(table("yard") + ASKED, "--json", "--index", str(folder), "--embedder", embeds)
         await running.tells("gridsieve.answer", "yard")
