@@ -87,12 +87,13 @@ ENTRYPOINT ["python", "-m", "gridsieve.services.generation"]
 CMD ["--listen", "0.0.0.0:50053"]
 
 FROM base AS gateway
-RUN pip install '.[gateway,otel]'
+RUN pip install '.[gateway,otel,search]'
 COPY gridsieve/common $PACKAGE/common
 COPY gridsieve/services/__init__.py $PACKAGE/services/
 COPY gridsieve/services/gateway $PACKAGE/services/gateway
 COPY gridsieve/*.py gridsieve/py.typed $PACKAGE/
 COPY gridsieve/client $PACKAGE/client
+COPY gridsieve/search $PACKAGE/search
 COPY gridsieve/jobs $PACKAGE/jobs
 COPY demo/clip.mp4 $PACKAGE/
 RUN useradd --system --uid 10001 gridsieve && install --directory --owner=gridsieve --mode=700 /uploads

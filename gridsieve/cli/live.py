@@ -53,7 +53,7 @@ from gridsieve.client.live_events import (
     Snapshots,
     StreamState,
 )
-from gridsieve.client.prompt import Options, Pruning, Sampling, Trigger, check_scheme
+from gridsieve.client.prompt import Options, Pruning, Trigger, check_scheme
 from gridsieve.common.contract.errors import InvalidRequest, Unavailable
 from gridsieve.common.contract.retention import EVS_CAUSAL, NONE, PIXEL_CHANGE, SUGGESTED
 from gridsieve.search.films import FilmMoment
@@ -207,7 +207,7 @@ def live(
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(printer.follow(session.events()))
-                    ask: _Ask = partial(_ask, session, sampling=drawn)
+                    ask: _Ask = partial(_ask, lambda text: session.answer(text, **drawn))
                     if kept:
                         own = Options(adapter=adapter)
                         recalls = Recall(
@@ -216,7 +216,7 @@ def live(
                         following = recalls.follow(session.events(), question, asked, every_s or 0)
                         recorded_all = tasks.create_task(following)
                         if recall:
-                            ask = partial(recalls.ask, sampling=drawn)
+                            ask = partial(_ask, partial(recalls.ask, sampling=drawn))
                     typing = tasks.create_task(_type(ask, printer))
                     if url is None:
                         was_due = await _play(session, source, fps, speed) >= (every_s or 0)
@@ -313,11 +313,11 @@ async def _type(ask: _Ask, printer: _Printer) -> None:
         loop.remove_reader(sys.stdin)
 
 
-async def _ask(session: LiveSession, question: str, sampling: Sampling) -> None:
+async def _ask(answer: Callable[[str], Coroutine[Any, Any, object]], question: str) -> None:
     """Its answer is printed as those of the trigger. If it is refused, the session goes on."""
     try:
         with in_flags(), suppress(Unavailable):  # the event of this question reports it
-            await session.answer(question, **sampling)
+            await answer(question)
     except InvalidRequest as error:
         report(error)
 

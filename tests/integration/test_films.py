@@ -144,7 +144,11 @@ def test_wrong_fields_are_named(http: httpx.Client, body: dict[str, Any], words:
     assert words in refused.json()["error"]["message"]
 
 
-def test_what_is_missing_is_told(embeds: str, tmp_path: Path) -> None:
+def test_what_is_missing_is_told(embeds: str, films: Path, tmp_path: Path) -> None:
+    flags: tuple[str, ...] = ("--moments", str(films), "--moments-embedder", f"unix:{tmp_path}/nobody.sock")
+    with gateway(embeds, tmp_path, *flags) as lonely, lonely.http() as http:
+        away = http.post(PATH, json={"text": "0"})
+    assert (away.status_code, away.json()["error"]["stage"]) == (503, "embedder")
     with gateway(embeds, tmp_path) as without, without.http() as http:
         assert http.get("/version").json()["moments"] is False
         assert "without --moments" in http.post(PATH, json={"text": "0"}).json()["error"]["message"]

@@ -18,7 +18,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.prompt import Part, Text, Video
-from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.errors import InvalidRequest, Unavailable
 from gridsieve.search.films import FilmMoment
 from gridsieve.search.folder_search import FolderSearch
 from gridsieve.search.parts import data_url
@@ -28,7 +28,7 @@ from gridsieve.services.gateway.http.fields import Strict, Whole, parsed
 from gridsieve.services.gateway.http.request_guard import FILMS, Call
 from gridsieve.services.gateway.http.tickets import Ticket, Tickets
 
-_BODY = BodyLimit(2**16, "so many has a search", "describe what is to be seen in fewer words")
+_BODY = BodyLimit(2**16, "a search is a short text", "describe what is to be seen in fewer words")
 _HEADERS = {"Content-Security-Policy": "default-src 'none'", "X-Content-Type-Options": "nosniff"}
 
 
@@ -54,7 +54,12 @@ class Moments:
         call, folder = Call.of(request), self._known()
         body = await read_body(request, _BODY, call.charge)
         asked = parsed(MomentsRequest, body)
-        return JSONResponse(await self._found(folder, asked, call))
+        try:
+            return JSONResponse(await self._found(folder, asked, call))
+        except Unavailable as error:
+            if error.stage == "generation":
+                raise Unavailable(f"the embedder of --moments is away: {error}", "embedder") from error
+            raise
 
     async def film(self, request: Request) -> Response:
         """GET: a film, or the part of it that Range names."""
