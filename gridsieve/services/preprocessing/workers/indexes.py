@@ -31,6 +31,7 @@ def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
     facts = {
         "frames": len(times.ticks),
         "by_order": int(index.pts is None),
+        "first_tick": index.first_tick,
         "tail_ticks": times.tail_ticks,
         "time_base": _pairs(times.time_base),
         "rates": _pairs(*times.rates[:_MAX_RATES]),
@@ -77,6 +78,7 @@ def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
         dropped_frames=facts.integer("dropped_frames", 0, MAX_PACKETS),
         epochs=_epochs(facts),
         sizes=None if by_order else array("I", sizes.astype(np.uint32).tobytes()),
+        first_tick=facts.integer("first_tick", -MAX_PTS, MAX_PTS),
     )
 
 
