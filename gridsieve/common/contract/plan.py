@@ -318,8 +318,8 @@ class PromptPlan:
         self._check_runs()
 
     def _check_runs(self) -> None:
-        """Raises ValueError unless runs are disjoint and items in order, where a sound may begin before the video before
-        it ends."""
+        """Raises ValueError unless runs are disjoint and items in order, where a sound may begin before the end of the
+        video before it."""
         end = 0
         for place, item in enumerate(self.media):
             if item.runs[0].offset < end and not _take_turns(*self.media[place - 1 : place + 1]):

@@ -8,8 +8,9 @@
 Of Qwen3-VL a video's placeholder becomes `<0.3 seconds><|vision_start|>(grid)<|vision_end|>` for each slice. The chat
 template's own <|vision_start|> and <|vision_end|> stay around all of them, as in transformers 5.24; older versions
 dropped them. All frames of a video share one pixel budget. Qwen3.5 and later models have no deepstack.
-Source: `Qwen2VLVideoProcessor`, index for index, `Qwen2_5_VLProcessor`, `Qwen2_5OmniProcessor`, `Qwen3VLVideoProcessor` and `Qwen3VLProcessor`
-of transformers 5.24, which gives these two to Qwen3.5, too, and whose `Qwen3_5Model.get_rope_index` is Qwen3-VL's;
+Source: `Qwen2VLVideoProcessor`, index for index, `Qwen2_5_VLProcessor`, `Qwen2_5OmniProcessor`, `Qwen3VLVideoProcessor`
+and `Qwen3VLProcessor` of transformers 5.24, which gives these two to Qwen3.5, too, and whose
+`Qwen3_5Model.get_rope_index` is Qwen3-VL's;
 Qwen2-VL, arXiv 2409.12191; Qwen2.5-VL, arXiv 2502.13923; Qwen2.5-Omni, arXiv 2503.20215; Qwen3-VL, arXiv 2511.21631.
 """
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from gridsieve.common.contract.errors import PromptTooLong
-from gridsieve.common.contract.plan import Grid, MediaPlan, PromptPlan
+from gridsieve.common.contract.plan import Grid, MediaPlan, PromptPlan, Run
 from gridsieve.common.contract.retention import ItemPruning, num_kept
 
 # Preprocessing samples at least this many frames of a video, unless the request sets another minimum.
@@ -40,7 +40,8 @@ class PromptLimit:
         """
         answer = 1 if max_new_tokens is None else max_new_tokens
         # Text between the slices of a video (timestamps) scales with their number, so it is not the caller's text.
-        between = sum(_between(item, item.grid.t) for item in plan.media)
+        media = _apart(plan.media)
+        between = sum(_between(item, item.grid.t) for item in media)
         text = plan.tokens - between - sum(item.grid.tokens for item in plan.media)
         prompt = text + between + sum(num_kept)
         spare = self.tokens - prompt
@@ -58,14 +59,14 @@ class PromptLimit:
                 f"exceeds the model's context of {self.context_tokens} tokens",
                 value=plan.tokens + answer,
                 limit=self.context_tokens,
-                remedy=advice(plan.media, limits),
+                remedy=advice(media, limits),
             )
         raise PromptTooLong(
             f"the prompt has {prompt} tokens after pruning, {text} of them text; with {wanted} it exceeds the limit of "
             f"{self.tokens} tokens",
             value=prompt + answer,
             limit=self.tokens,
-            remedy=advice(plan.media, limits),
+            remedy=advice(media, limits),
         )
 
 
@@ -80,6 +81,16 @@ class Limit:
         """size: an item's slices and tokens of a slice."""
         tokens = sum(_tokens(item, how, *size(item)) for item, how in zip(media, self.prunings, strict=True))
         return tokens <= self.tokens
+
+
+def _apart(media: Sequence[MediaPlan]) -> list[MediaPlan]:
+    """The items, where a video and its sound have one run each: between their runs are those of the other, no text."""
+    apart = list(media)
+    for place, (item, after) in enumerate(pairwise(media)):
+        if after.runs[0].offset < item.runs[-1].end:
+            for each in (place, place + 1):
+                apart[each] = replace(media[each], runs=(Run(media[each].runs[0].offset, media[each].grid.tokens),))
+    return apart
 
 
 def advice(media: Sequence[MediaPlan], limits: Sequence[Limit]) -> str | None:

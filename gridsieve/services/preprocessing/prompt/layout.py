@@ -4,7 +4,8 @@
     input_ids: [ text     ][pad pad pad][text][pad pad pad][text  ]
     runs:                   ──────── one run for each grid ────────
 
-A video with its sound is two items, whose grids take turns. A family expands each media item into pieces; this module joins the pieces and knows no family.
+A video with its sound is two items, whose grids take turns. A family expands each media item into pieces; this module
+joins the pieces and knows no family.
 """
 
 from __future__ import annotations

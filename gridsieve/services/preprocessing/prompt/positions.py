@@ -64,8 +64,8 @@ class LinearSpan:
 
 @dataclass(frozen=True, slots=True)
 class PartSpan:
-    """Tokens [begin, end) of a clip's pictures (a grid) or of its sound (linear), which share their start with the other
-    parts of the clip. begins: it is the first of them."""
+    """Tokens [begin, end) of a clip's pictures (a grid) or of its sound (linear), which share their start with the
+    other parts of the clip. begins: it is the first of them."""
 
     whole: GridSpan | LinearSpan
     begin: int
