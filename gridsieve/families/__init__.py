@@ -117,6 +117,17 @@ FAMILIES = (
         positions="M-RoPE, time in seconds",
         live=True,
     ),
+    _QWEN(
+        model_type="qwen2_5_omni",
+        models="Qwen2.5-Omni, its thinker",
+        prompt="prompt:Qwen25Omni.from_checkpoint",
+        tower="tower:load_qwen2_5_omni",
+        text="text:QWEN2_5_OMNI",
+        sound="sound:load_sound_tower",
+        positions="M-RoPE, time in seconds",
+        media=tuple(Modality),
+        divisible=False,
+    ),
     _QWEN3(
         model_type="qwen3_vl",
         models="Qwen3-VL, its Embedding and Reranker",

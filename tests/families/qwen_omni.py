@@ -107,7 +107,12 @@ def write_qwen2_5_omni(folder: Path, seed: int) -> Path:
         "chunk_length": LONGEST_S,
         "return_attention_mask": True,
     }
-    both = {**image, **sound, "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5OmniProcessor"}
+    both = {
+        **image,
+        **sound,
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5OmniProcessor",
+    }
     video = {**image, "video_processor_type": "Qwen2VLVideoProcessor"}
     return save(folder, seed, Qwen2_5OmniThinkerForConditionalGeneration(config), tokenizer, both, video)
 
@@ -131,6 +136,7 @@ FAMILIES = {
         write_qwen2_5_omni,
         Qwen2_5OmniThinkerForConditionalGeneration,
         temporal_patch=2,
+        text_prefix="model.",
         hears=True,
     ),
 }

@@ -2,6 +2,7 @@
 
     Qwen2-VL      arXiv 2409.12191                      weight names of Qwen/Qwen2-VL-7B-Instruct
     Qwen2.5-VL    arXiv 2502.13923                      Qwen/Qwen2.5-VL-7B-Instruct
+    Qwen2.5-Omni  arXiv 2503.20215, its thinker         Qwen/Qwen2.5-Omni-7B
     Qwen3-VL      arXiv 2511.21631, deepstack           Qwen/Qwen3-VL-4B-Instruct, Qwen/Qwen3-VL-30B-A3B-Instruct
                   is arXiv 2406.04334
                   arXiv 2601.04720          Qwen/Qwen3-VL-Embedding-2B, Qwen/Qwen3-VL-Reranker-2B, and their scripts
@@ -16,12 +17,18 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers import (
     Qwen2_5_VLConfig,
+    Qwen2_5OmniThinkerConfig,
     Qwen2VLConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     Qwen3Config,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
+)
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    Qwen2_5OmniRotaryEmbedding,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+    Qwen2_5OmniThinkerTextModel,
 )
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VLForConditionalGeneration,
@@ -61,6 +68,8 @@ from gridsieve.services.generation.model.reading import Reading
 # original names.
 _PREFIXES_OF_2 = ("model.language_model.", "model.")
 _PREFIXES_OF_3 = ("model.language_model.",)
+# Of a thinker that transformers 5 wrote, of published models that also speak, and of such thinkers alone.
+_PREFIXES_OF_OMNI = ("model.language_model.", "thinker.model.", "model.")
 _EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 # Of Qwen3-VL-Embedding and -Reranker.
 _READINGS = (
@@ -114,6 +123,11 @@ QWEN2_5_VL = TextFamily.of(
     _PREFIXES_OF_2,
     clock_times=True,
     readings=_READINGS[:1],
+)
+QWEN2_5_OMNI = TextFamily.of(
+    Qwen2_5OmniThinkerConfig,
+    TextClasses(Qwen2_5OmniThinkerForConditionalGeneration, Qwen2_5OmniThinkerTextModel, Qwen2_5OmniRotaryEmbedding),
+    _PREFIXES_OF_OMNI,
 )
 QWEN3_VL, QWEN3_VL_MOE = (
     TextFamily.of(

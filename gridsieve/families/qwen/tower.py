@@ -2,6 +2,7 @@
 
     Qwen2-VL      the embedding                                       arXiv 2409.12191
     Qwen2.5-VL    the same; most layers attend within windows         arXiv 2502.13923
+    Qwen2.5-Omni  Qwen2.5-VL's, with queries, keys and values apart   arXiv 2503.20215
     Qwen3-VL      the embedding, then deepstack features, a level     arXiv 2511.21631, arXiv 2406.04334
                   each, in the order of the text model's layers
     Qwen3.5       Qwen3-VL's without deepstack, also 3.6 and 3.8
@@ -18,6 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniVisionEncoderConfig
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    Qwen2_5OmniVisionEncoder,
+    Qwen2_5OmniVisionRotaryEmbedding,
+)
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
@@ -54,12 +60,22 @@ def load_qwen2_vl(checkpoint: Checkpoint, options: RunOptions) -> Tower:
 
 def load_qwen2_5_vl(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     config = vision_config(checkpoint, Qwen2_5_VLVisionConfig)
+    model_class, rotary_class = Qwen2_5_VisionTransformerPretrainedModel, Qwen2_5_VLVisionRotaryEmbedding
+    return _windowed(checkpoint, config, model_class, rotary_class, options)
+
+
+def load_qwen2_5_omni(checkpoint: Checkpoint, options: RunOptions) -> Tower:
+    config = vision_config(checkpoint, Qwen2_5OmniVisionEncoderConfig)
+    return _windowed(checkpoint, config, Qwen2_5OmniVisionEncoder, Qwen2_5OmniVisionRotaryEmbedding, options)
+
+
+def _windowed(checkpoint: Checkpoint, config: Any, model_class: Any, rotary_class: Any, options: RunOptions) -> Tower:
     merge = config.spatial_merge_size
     return make_tower(
         checkpoint,
         config,
-        Qwen2_5_VisionTransformerPretrainedModel,
-        Qwen2_5_VLVisionRotaryEmbedding,
+        model_class,
+        rotary_class,
         shape=TowerShape(merge, window_side=config.window_size // merge // config.patch_size),
         keywords=_windows,
         hidden=config.hidden_size,
