@@ -36,7 +36,8 @@ class ModelFamily:
     model_type: of config.json. models: published ones.
     folder: import name of the package with its code. prompt, tower, text: `module:object` in it: a function of a
         checkpoint to preprocessing's `Family`, a function of a checkpoint and `RunOptions` to the encoder's `Tower`,
-        and generation's `TextFamily`. They raise StartupError for a checkpoint that is not supported or incomplete.
+        and generation's `TextFamily`. sound: as tower, to the encoder's `SoundTower`; empty: it hears nothing. They
+        raise StartupError for a checkpoint that is not supported or incomplete.
     positions: of its language model, in words. limits: what it cannot do that others can, in words.
     media: what a prompt may hold.
     methods: the names in `METHODS` that its videos can be pruned by. why_not_all: for errors, why it lacks the others.
@@ -50,6 +51,7 @@ class ModelFamily:
     prompt: str
     tower: str = "tower:load"
     text: str = "text:FAMILY"
+    sound: str = ""
     positions: str
     limits: str = ""
     media: tuple[Modality, ...] = _BOTH
@@ -58,7 +60,7 @@ class ModelFamily:
     live: bool = False
     divisible: bool = False
 
-    def load(self, part: Literal["prompt", "tower", "text"]) -> Any:
+    def load(self, part: Literal["prompt", "tower", "text", "sound"]) -> Any:
         """Imports one of its parts. Raises StartupError for a row that names what its folder lacks."""
         return _imported(EntryPoint(self.model_type, f"{self.folder}.{getattr(self, part)}", GROUP))
 
