@@ -97,10 +97,12 @@ class PacketIndex:
 
 
 @contextmanager
-def open_container(source: Source, accelerator: HWAccel | None = None) -> Iterator[InputContainer]:
+def open_container(
+    source: Source, accelerator: HWAccel | None = None, kinds: str = "an image or a video"
+) -> Iterator[InputContainer]:
     """Opens the container. Raises MediaRejected for a file that is not read.
 
-    accelerator: of the decoders of all its streams, where it has any.
+    accelerator: of the decoders of all its streams, where it has any. kinds: what it may be, for error texts.
     """
     with source.open() as file:
         if unread := unread_format(file):
@@ -110,7 +112,7 @@ def open_container(source: Source, accelerator: HWAccel | None = None) -> Iterat
         except MemoryError:
             raise
         except (av.FFmpegError, ValueError) as error:
-            text = f"cannot be read as an image or a video: {reason_of(error)}"
+            text = f"cannot be read as {kinds}: {reason_of(error)}"
             raise MediaRejected(text, field=source.name) from error
         with container:
             yield container
