@@ -203,18 +203,21 @@ def _decode(
     clock = Clock(source, container.format.name)
     rounding_s = 2 * max(stream.time_base or Fraction(0), _ROUNDING_S)
     run: Run | None = None
+    follows = False  # whether the packets since the last frame could be decoded
     for frame in frames:
         if frame is None:
-            run = _finished(run)
+            follows = False
             continue
         rate = frame.sample_rate
         time_s = clock.shown_s(_time_s(frame), Fraction(frame.samples, rate))
         if time_s > heard.ends_s + MARGIN_S:
             break
         place = round(time_s * rate)
-        if run and not run.continues(frame, place, math.ceil(rounding_s * rate)):
-            run = _finished(run)
-        run = run or Run(frame, place, heard)
+        if run is None or not follows or not run.continues(frame, place, math.ceil(rounding_s * rate)):
+            if run is not None:
+                run.finish()
+            run = Run(frame, place, heard)
+        follows = True
         try:
             run.add(frame)
         except MemoryError:
@@ -222,13 +225,9 @@ def _decode(
         except (av.FFmpegError, ValueError) as error:
             text = f"has sound that cannot be mixed ({frame.layout.name}): {reason_of(error)}"
             raise MediaRejected(text, field=source.name) from error
-    _finished(run)
-    frames.check_damage()
-
-
-def _finished(run: Run | None) -> None:
-    if run:
+    if run is not None:
         run.finish()
+    frames.check_damage()
 
 
 class _Frames:

@@ -16,10 +16,11 @@ from typing import TypeVar
 
 import av
 import numpy as np
+from av.audio.stream import AudioStream
 from av.codec.hwaccel import HWAccel
 from av.container import InputContainer
 from av.packet import Packet
-from av.stream import Disposition, Stream
+from av.stream import Disposition
 from av.video.codeccontext import VideoCodecContext
 from av.video.stream import VideoStream
 
@@ -33,7 +34,7 @@ from gridsieve.services.preprocessing.video.sampling import FrameTimes
 from gridsieve.services.preprocessing.video.timing import MAX_LENGTH_S
 from gridsieve.services.preprocessing.video.unread_formats import unread_format
 
-StreamT = TypeVar("StreamT", bound=Stream)
+StreamT = TypeVar("StreamT", VideoStream, AudioStream)
 
 MAX_FRAME_PX = 2**26
 MAX_PACKETS = 2**22
