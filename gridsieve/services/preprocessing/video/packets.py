@@ -16,10 +16,11 @@ from typing import TypeVar
 
 import av
 import numpy as np
+from av.audio.stream import AudioStream
 from av.codec.hwaccel import HWAccel
 from av.container import InputContainer
 from av.packet import Packet
-from av.stream import Disposition, Stream
+from av.stream import Disposition
 from av.video.codeccontext import VideoCodecContext
 from av.video.stream import VideoStream
 
@@ -33,7 +34,7 @@ from gridsieve.services.preprocessing.video.sampling import FrameTimes
 from gridsieve.services.preprocessing.video.timing import MAX_LENGTH_S
 from gridsieve.services.preprocessing.video.unread_formats import unread_format
 
-StreamT = TypeVar("StreamT", bound=Stream)
+StreamT = TypeVar("StreamT", VideoStream, AudioStream)
 
 MAX_FRAME_PX = 2**26
 MAX_PACKETS = 2**22
@@ -97,10 +98,12 @@ class PacketIndex:
 
 
 @contextmanager
-def open_container(source: Source, accelerator: HWAccel | None = None) -> Iterator[InputContainer]:
+def open_container(
+    source: Source, accelerator: HWAccel | None = None, kinds: str = "an image or a video"
+) -> Iterator[InputContainer]:
     """Opens the container. Raises MediaRejected for a file that is not read.
 
-    accelerator: of the decoders of all its streams, where it has any.
+    accelerator: of the decoders of all its streams, where it has any. kinds: what it may be, for error texts.
     """
     with source.open() as file:
         if unread := unread_format(file):
@@ -110,7 +113,7 @@ def open_container(source: Source, accelerator: HWAccel | None = None) -> Iterat
         except MemoryError:
             raise
         except (av.FFmpegError, ValueError) as error:
-            text = f"cannot be read as an image or a video: {reason_of(error)}"
+            text = f"cannot be read as {kinds}: {reason_of(error)}"
             raise MediaRejected(text, field=source.name) from error
         with container:
             yield container
