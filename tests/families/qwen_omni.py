@@ -14,7 +14,7 @@ from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditio
 from demo.checkpoint import TINY, make_tokenizer
 from tests.families.family import ROPE, TEXT, FamilyUnderTest, save
 
-# As published.
+# As published, with line breaks.
 _CHAT_TEMPLATE = """\
 {% for message in messages %}
 {%- if loop.first and message['role'] != 'system' %}<|im_start|>system
@@ -23,8 +23,10 @@ You are a helpful assistant.<|im_end|>
 {% if message['content'] is string %}{{ message['content'] }}
 {%- else %}
 {%- for content in message['content'] %}
-{%- if content['type'] == 'image' or 'image' in content or 'image_url' in content %}<|vision_bos|><|IMAGE|><|vision_eos|>
-{%- elif content['type'] == 'audio' or 'audio' in content or 'audio_url' in content %}<|audio_bos|><|AUDIO|><|audio_eos|>
+{%- if content['type'] == 'image' or 'image' in content or 'image_url' in content -%}
+<|vision_bos|><|IMAGE|><|vision_eos|>
+{%- elif content['type'] == 'audio' or 'audio' in content or 'audio_url' in content -%}
+<|audio_bos|><|AUDIO|><|audio_eos|>
 {%- elif content['type'] == 'video' or 'video' in content %}<|vision_bos|><|VIDEO|><|vision_eos|>
 {%- elif 'text' in content %}{{ content['text'] }}
 {%- endif %}

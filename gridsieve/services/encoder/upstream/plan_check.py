@@ -39,9 +39,7 @@ class PlanCheck:
     def check_frames(self, item: MediaPlan) -> None:
         """Raises PeerContract unless the tower makes the item's grid of its frames."""
         if item.modality is Modality.AUDIO:
-            mels, frames = item.frames.size_px
-            if self.sound is None or (self.sound.mels, self.sound.tokens_of(frames)) != (mels, item.grid.tokens):
-                raise PeerContract(f"{frames} moments of {mels} mel bands do not make the {item.grid} of a sound")
+            self._check_sound(item)
             return
         if getattr(torch, item.frames.dtype.label) is not self.patches.frame_dtype:
             raise PeerContract(f"frames of {item.frames.dtype.label} are sent to a tower of {self.patches.frame_dtype}")
@@ -58,3 +56,8 @@ class PlanCheck:
         slices = 1 if is_image else -(-frames.count // self.patches.temporal_patch)
         if slices != item.grid.t or frames.group_frames or frames.tile_columns or (is_image and frames.count != 1):
             raise PeerContract(f"{frames.count} frames of an {item.modality.value} do not make the grid {item.grid}")
+
+    def _check_sound(self, item: MediaPlan) -> None:
+        mels, moments = item.frames.size_px
+        if self.sound is None or (self.sound.mels, self.sound.tokens_of(moments)) != (mels, item.grid.tokens):
+            raise PeerContract(f"{moments} moments of {mels} mel bands do not make the grid {item.grid} of a sound")

@@ -18,7 +18,14 @@ import numpy as np
 
 from gridsieve.common.contract.plan import FrameShape, Grid, Int32Array, Run
 from gridsieve.services.preprocessing.prompt.canvas import CanvasSpan, canvas_positions
-from gridsieve.services.preprocessing.prompt.positions import MediaSpan, SharedSpan, TextSpan, positions_of
+from gridsieve.services.preprocessing.prompt.positions import (
+    MediaSpan,
+    PartSpan,
+    SharedSpan,
+    Span,
+    TextSpan,
+    positions_of,
+)
 from gridsieve.services.preprocessing.video.resize import View
 
 
@@ -32,7 +39,7 @@ class SharedToken:
 
 # The expansion of a media item: its spans, and the family's own text between them, control tokens included. A number is
 # the id of a vector that generation stores, which no text spells. That of a video with its sound has the parts of both.
-Expansion: TypeAlias = tuple[str | int | MediaSpan | CanvasSpan | SharedToken, ...]
+Expansion: TypeAlias = tuple[str | int | MediaSpan | PartSpan | CanvasSpan | SharedToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ class MediaTokens:
 
     item: int
     pad_id: int
-    span: MediaSpan | CanvasSpan
+    span: MediaSpan | PartSpan | CanvasSpan
 
     @property
     def size(self) -> int:
@@ -89,7 +96,7 @@ def lay_out(pieces: Sequence[Piece], canvas_markers: Sequence[int] = ()) -> Layo
     canvas_markers: of `canvas_positions`, where the grids are spans of canvases.
     """
     ids: list[Int32Array] = []
-    spans: list[TextSpan | SharedSpan | MediaSpan] = []
+    spans: list[Span] = []
     pictures: list[tuple[int, CanvasSpan]] = []
     runs: dict[int, list[Run]] = {}
     offset = 0

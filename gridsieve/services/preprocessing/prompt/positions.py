@@ -62,12 +62,15 @@ class LinearSpan:
     tokens: int
 
 
+MediaSpan: TypeAlias = GridSpan | LinearSpan
+
+
 @dataclass(frozen=True, slots=True)
 class PartSpan:
     """Tokens [begin, end) of a clip's pictures (a grid) or of its sound (linear), which share their start with the
     other parts of the clip. begins: it is the first of them."""
 
-    whole: GridSpan | LinearSpan
+    whole: MediaSpan
     begin: int
     end: int
     begins: bool
@@ -89,7 +92,7 @@ class SharedSpan:
     tokens: int = 1
 
 
-MediaSpan: TypeAlias = GridSpan | LinearSpan | PartSpan
+Span: TypeAlias = TextSpan | SharedSpan | MediaSpan | PartSpan
 
 
 def clip_parts(pictures: GridSpan, sound: LinearSpan, chunk: int) -> tuple[PartSpan, ...]:
@@ -97,12 +100,9 @@ def clip_parts(pictures: GridSpan, sound: LinearSpan, chunk: int) -> tuple[PartS
 
     As in transformers, at a jump in time of several chunks a part for each of these is a single token.
     """
-    parts: list[PartSpan] = []
     cuts = [[(span, *cut) for cut in _chunks(_places(span)[0], chunk)] for span in (pictures, sound)]
-    for together in zip_longest(*cuts):
-        for part in filter(None, together):
-            parts.append(PartSpan(*part, begins=not parts))
-    return tuple(parts)
+    parts = [part for together in zip_longest(*cuts) for part in together if part]
+    return tuple(PartSpan(*part, number == 0) for number, part in enumerate(parts))
 
 
 def _chunks(times: Int64Array, chunk: int) -> Iterator[tuple[int, int]]:
@@ -114,7 +114,7 @@ def _chunks(times: Int64Array, chunk: int) -> Iterator[tuple[int, int]]:
     yield begin, times.size
 
 
-def positions_of(spans: Sequence[TextSpan | SharedSpan | MediaSpan]) -> Int32Array:
+def positions_of(spans: Sequence[Span]) -> Int32Array:
     """Positions of a prompt laid out as `spans`: int32 [3, N], the axes time, height, width.
 
     A span that starts at p = (maximum over all axes of the span before it) + 1 puts token (i, j, k) of a grid at
@@ -141,7 +141,7 @@ def positions_of(spans: Sequence[TextSpan | SharedSpan | MediaSpan]) -> Int32Arr
     return np.concatenate(parts, axis=1) if parts else np.zeros((3, 0), np.int32)
 
 
-def _places(span: TextSpan | MediaSpan) -> Int64Array:
+def _places(span: TextSpan | MediaSpan | PartSpan) -> Int64Array:
     """Positions of a span's tokens from its start, [3, n]."""
     if isinstance(span, PartSpan):
         return _of_clip(span.whole)[:, span.begin : span.end]
@@ -150,7 +150,7 @@ def _places(span: TextSpan | MediaSpan) -> Int64Array:
 
 # Of the clip whose parts are laid out, and of one more.
 @lru_cache(maxsize=4)
-def _of_clip(span: GridSpan | LinearSpan) -> Int64Array:
+def _of_clip(span: MediaSpan) -> Int64Array:
     return _places(span)
 
 

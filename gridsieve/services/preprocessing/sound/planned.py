@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from fractions import Fraction
 from time import monotonic_ns
@@ -37,12 +37,13 @@ class PlannedSound:
     def length_s(self) -> Fraction:
         return Fraction(self.samples, self.log_mel.rate)
 
-    def features(self, progress: Callable[[], None] = lambda: None) -> Slice:
-        """Decodes the part. Its one frame is float32, of `shape`. progress, and exceptions: as of `decode_sound`."""
+    def slices(self, progress: Callable[[], None] = lambda: None) -> Generator[Slice, None, None]:
+        """Yields its features as one slice, whose frame is float32, of `shape`. progress, and exceptions: as of
+        `decode_sound`."""
         start_ns = monotonic_ns()
         end_s = self.start_s + self.length_s
         samples = decode_sound(self.source, self.index, self.start_s, end_s, self.log_mel.rate, progress)
         decoded_ns = monotonic_ns()
         features = self.log_mel.of(samples).reshape(self.shape)
         made_ns = monotonic_ns()
-        return Slice(0, features, 0, (decoded_ns - start_ns) * _NS, (made_ns - decoded_ns) * _NS, decoded_ns, made_ns)
+        yield Slice(0, features, 0, (decoded_ns - start_ns) * _NS, (made_ns - decoded_ns) * _NS, decoded_ns, made_ns)

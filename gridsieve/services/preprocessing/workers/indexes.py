@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gridsieve.common.contract.errors import PeerContract
-from gridsieve.services.preprocessing.sound.track import MAX_RATE, SoundIndex
+from gridsieve.services.preprocessing.sound.runs import MAX_RATE
+from gridsieve.services.preprocessing.sound.track import SoundIndex
 from gridsieve.services.preprocessing.video.completeness import MAX_MISSING
 from gridsieve.services.preprocessing.video.epochs import MAX_EPOCHS, Epoch
 from gridsieve.services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, MAX_PTS, PacketIndex

@@ -136,7 +136,7 @@ def sound_features(task: Task) -> Generator[Piece, None, None]:
     assert index is not None
     begin_s, samples = signed_fraction(task.facts, "begin_s"), task.facts.integer("samples", 1, MAX_INT)
     sound = PlannedSound(task.source, index, begin_s, samples, LogMel(**task.facts.values["log_mel"]))
-    yield _piece(sound.features(task.progress))
+    yield from _pieces(sound.slices(task.progress))
 
 
 def video_slices(task: Task) -> Generator[Piece, None, None]:
@@ -300,12 +300,8 @@ def _task(
 def _pieces(slices: Generator[Slice, None, None]) -> Generator[Piece, None, None]:
     with closing(slices):
         for each in slices:
-            yield _piece(each)
-
-
-def _piece(made: Slice) -> Piece:
-    names = ("repaired_frames", "decode_s", "resize_s", "decoded_ns", "resized_ns")
-    return Piece({name: getattr(made, name) for name in names}, made.pixels)
+            names = ("repaired_frames", "decode_s", "resize_s", "decoded_ns", "resized_ns")
+            yield Piece({name: getattr(each, name) for name in names}, each.pixels)
 
 
 def _send_piece(connection: socket.socket, piece: Piece) -> None:
