@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from gridsieve.services.generation.engine.payoff import Payoff
 from gridsieve.services.generation.sampling.sampler import SamplingParams
-from tests.law import Question, answer, assert_law, item, question, text
-from tests.oracle import Item, Text
+from tests.law import Question, answer, assert_law, item, question, sound, text
+from tests.oracle import Clip, Item, Text
 from tests.tiny import BLOCK_TOKENS, Models, TinyEngine, load_models, random_item
 
 # The two with most parts: recurrent states; three axes, text between slices, and levels that are added to rows.
 MOST = pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"], scope="module")
 # Heads of which a half is rotated in pairs, one-dimensional positions without and with text between slices, stored
 # vectors between rows, whole grids, and experts.
-OTHERS = ("glm4v", "internvl", "llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe")
+OTHERS = ("glm4v", "internvl", "llava", "llava_onevision", "qwen2_vl", "qwen2_5_omni", "qwen2_5_vl", "qwen3_vl_moe")
 LAW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
@@ -90,7 +90,9 @@ def assert_law_of_any_mix(models: Models, data: st.DataObject, payoff: Payoff | 
 def begins_like(data: st.DataObject, models: Models, other: Question) -> Question:
     """A question with the first parts of another, of which the last item may be pruned otherwise or be another item."""
     parts = list(other.parts[: data.draw(st.integers(1, len(other.parts)))])
-    if isinstance(parts[-1], Item) and data.draw(st.booleans()):
+    if isinstance(parts[-1], Clip) and data.draw(st.booleans()):
+        parts[-1] = replace(parts[-1], sound=data.draw(sound(models.family)))
+    elif isinstance(parts[-1], Item) and data.draw(st.booleans()):
         parts[-1] = data.draw(
             st.one_of(st.just(replace(parts[-1], rate=0.5)), item(models.family, video=bool(parts[-1].time_step)))
         )

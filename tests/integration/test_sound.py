@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from gridsieve.__main__ import app
 from gridsieve.client.answer import Answer
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.encoding import Encoded, encode
@@ -19,6 +24,7 @@ from gridsieve.common.contract.plan import Modality
 from tests import media
 from tests.families import FAMILIES, load_reference
 from tests.integration.fleet import Stack, running
+from tests.integration.gateway import data_url, gateway, question, video
 from tests.integration.reference import NEW_TOKENS, check_answer, model_inputs
 
 # So long that its positions pass those of every clip: from there on, `generate` counts as the law does.
@@ -179,3 +185,82 @@ async def test_models_without_sound_refuse_it_by_name(stack: Stack) -> None:
             with pytest.raises(InvalidRequest, match="this model takes images and videos only") as refused:
                 await client.ask(part, QUESTION)
             assert refused.value.field == f"prompt.messages[0].parts[0].{field}"
+
+
+# --- over HTTP ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def http(hearing: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    folder = tmp_path_factory.mktemp("gateway")
+    with gateway(hearing.address, folder, "--encoder", hearing.addresses["encoder"]) as found, found.http() as client:
+        yield client
+
+
+def b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+ENCODED = data_url("video/x-matroska", SPOKEN)
+INPUT_AUDIO = {"type": "input_audio", "input_audio": {"data": b64(BELL), "format": "wav"}}
+AUDIO_URL = {"type": "audio_url", "audio_url": {"url": data_url("audio/wav", BELL)}}
+
+
+async def test_sounds_and_clips_with_their_sound_arrive_over_http_as_over_grpc(
+    http: httpx.Client, client: GridsieveClient
+) -> None:
+    in_video = {"mm_processor_kwargs": {"use_audio_in_video": True}}
+    bodies: list[tuple[dict[str, Any], Part]] = [
+        (question(INPUT_AUDIO, QUESTION), Audio(data=BELL)),
+        (question(AUDIO_URL, QUESTION), Audio(data=BELL)),
+        (question({**AUDIO_URL, "audio_url": AUDIO_URL["audio_url"]["url"]}, QUESTION), Audio(data=BELL)),  # type: ignore[index]
+        (question(video(ENCODED, audio=True), QUESTION), Video(data=SPOKEN, audio=True)),
+        (question(video(ENCODED, **in_video), QUESTION), Video(data=SPOKEN, audio=True)),
+        (question(video(ENCODED), QUESTION, **in_video), Video(data=SPOKEN, audio=True)),
+        (question(video(ENCODED, audio=False), QUESTION, **in_video), Video(data=SPOKEN)),
+    ]
+    for body, part in bodies:
+        told = http.post("/v1/chat/completions", json=body | {"logprobs": True}).raise_for_status().json()
+        answer = await client.ask(part, QUESTION, **GREEDY)
+        said = [each["logprob"] for each in told["choices"][0]["logprobs"]["content"]]
+        assert said == pytest.approx(list(answer.logprobs), abs=1e-5)
+        heard = [(each["modality"], each["heard_s"]) for each in told["usage"]["gridsieve"]["media"]]
+        assert heard == [(each.modality.value, each.heard_s) for each in answer.usage.media]
+    input_video = {"type": "input_video", "video_url": ENCODED, "audio": True}
+    asked = {"input": [{"role": "user", "content": [input_video, {"type": "input_text", "text": QUESTION}]}]}
+    response = http.post("/v1/responses", json=asked | {"max_output_tokens": 1}).raise_for_status().json()
+    assert [each["modality"] for each in response["usage"]["gridsieve"]["media"]] == ["video", "audio"]
+
+
+async def test_refusals_over_http_name_the_fields_of_the_body(http: httpx.Client) -> None:
+    silent, in_video = data_url("video/mp4", FILM), {"mm_processor_kwargs": {"use_audio_in_video": True}}
+    frames = data_url("video/jpeg", media.picture(56, 56))
+    own, of_all = "messages[0].content[0].audio", "mm_processor_kwargs.use_audio_in_video"
+    cases = [
+        (question(video(silent, audio=True), "?"), own, f"{own} is not possible: the file has no sound track"),
+        (question(video(silent), "?", **in_video), of_all, f"{of_all} is not possible: the file has no sound track"),
+        (question(video(frames, audio=True), "?"), own, f"{own} is for video files, got the frames of a video"),
+        (
+            question({**INPUT_AUDIO, "input_audio": {"data": "?"}}, "?"),
+            "messages[0].content[0].input_audio.data",
+            "must be base64",
+        ),
+        (
+            question({**AUDIO_URL, "audio_url": {"url": silent}}, "?"),
+            "messages[0].content[0].audio_url.url",
+            "the file has no sound track",
+        ),
+    ]
+    for body, field, message in cases:
+        error = http.post("/v1/chat/completions", json=body).json()["error"]
+        assert (error["param"], message in error["message"]) == (field, True), error
+
+
+def test_the_command_hears_clips_and_sounds(hearing: Stack, tmp_path: Path) -> None:
+    talk, bell = tmp_path / "talk.mkv", tmp_path / "bell.wav"
+    talk.write_bytes(SPOKEN)
+    bell.write_bytes(BELL)
+    flags = ["--audio", "--max-new-tokens", "1", "--json", "--server", hearing.address]
+    told = CliRunner().invoke(app, ["ask", str(talk), str(bell), QUESTION, *flags])
+    assert told.exit_code == 0, told.output
+    assert [each["modality"] for each in json.loads(told.stdout)["usage"]["media"]] == ["video", "audio", "audio"]

@@ -49,7 +49,7 @@ def with_sound(clip: bytes, samples: NDArray[np.float32], rate: int = 16_000, be
     """A Matroska file of a clip's pictures, and of these samples, float32 [N], without loss to 16 bits. begin_s: when
     the first of them is heard."""
     file = io.BytesIO()
-    with av.open(io.BytesIO(clip)) as pictures, av.open(file, "w", format="matroska") as container:
+    with av.open(io.BytesIO(clip), "r") as pictures, av.open(file, "w", format="matroska") as container:
         video = container.add_stream_from_template(pictures.streams.video[0])
         sound = container.add_stream("flac", rate=rate, layout="mono")
         assert isinstance(sound, AudioStream)

@@ -295,9 +295,9 @@ class Planner:
             end_s = min(end_s, Fraction(str(sampling.end_s)))
         samples = max(0, math.floor((end_s - begin_s) * log_mel.rate))
         if log_mel.max_samples is not None and samples > log_mel.max_samples:
-            most_s = log_mel.max_samples / log_mel.rate
+            most_s = f"{log_mel.max_samples / log_mel.rate:g}"
             raise InvalidRequest(
-                f"lasts {samples / log_mel.rate:.3f} s, this model hears at most {most_s:g} s",
+                f"lasts {samples / log_mel.rate:.3f} s, this model hears at most {most_s} s",
                 field=field,
                 value=samples / log_mel.rate,
                 limit=most_s,

@@ -102,7 +102,7 @@ def clip_parts(pictures: GridSpan, sound: LinearSpan, chunk: int) -> tuple[PartS
     """
     cuts = [[(span, *cut) for cut in _chunks(_places(span)[0], chunk)] for span in (pictures, sound)]
     parts = [part for together in zip_longest(*cuts) for part in together if part]
-    return tuple(PartSpan(*part, number == 0) for number, part in enumerate(parts))
+    return tuple(PartSpan(span, begin, end, number == 0) for number, (span, begin, end) in enumerate(parts))
 
 
 def _chunks(times: Int64Array, chunk: int) -> Iterator[tuple[int, int]]:
