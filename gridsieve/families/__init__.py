@@ -127,6 +127,7 @@ FAMILIES = (
         text="text:QWEN2_5_OMNI",
         sound="sound:load_sound_tower",
         positions="M-RoPE, time in seconds",
+        limits="no spoken answers; sounds of at most 5 minutes",
         media=tuple(Modality),
         divisible=False,
     ),

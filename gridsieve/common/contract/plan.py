@@ -50,6 +50,11 @@ class Modality(Enum):
     VIDEO = "video"
     AUDIO = "audio"
 
+    @property
+    def plural(self) -> str:
+        """Several of them, in words."""
+        return "sounds" if self is Modality.AUDIO else f"{self.value}s"
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:

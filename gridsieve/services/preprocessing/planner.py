@@ -62,8 +62,6 @@ from gridsieve.services.preprocessing.video.timing import TimeBase
 
 PlannedMedia: TypeAlias = PlannedVideo | PlannedSound | PlannedEmbeds
 
-# Models that take sounds take images and videos, too.
-_PLURALS = {Modality.IMAGE: "images", Modality.VIDEO: "videos", Modality.AUDIO: "sounds"}
 _TICKS_PER_S = 1_000_000
 _MEDIA_DOMAIN, _PICTURES_DOMAIN = b"gridsieve media v2", b"gridsieve pictures v1"
 
@@ -203,7 +201,7 @@ class Planner:
     def _check_taken(self, modality: Modality, name: str) -> None:
         """Raises InvalidRequest for media that the model does not take."""
         if modality not in self._family.placeholders:
-            known = " and ".join(_PLURALS[each] for each in self._family.placeholders)
+            known = " and ".join(each.plural for each in self._family.placeholders)
             raise InvalidRequest(f"is not supported: this model takes {known} only", field=name)
 
     def _item(self, opened: _Opened, readers: Readers, image_index: int, images: int) -> _Item:
