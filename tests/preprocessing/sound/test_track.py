@@ -268,6 +268,13 @@ def test_a_file_without_sound_has_none() -> None:
     assert read_sound(bytes_source("clip", clip(4))) is None
 
 
+def test_encrypted_sound_is_refused() -> None:
+    key = dict.fromkeys(("encryption_key", "encryption_kid"), "00112233445566778899aabbccddeeff")
+    data = sound_file("mp4", Track(noise(1), "aac"), options={"encryption_scheme": "cenc-aes-ctr", **key})
+    with pytest.raises(MediaRejected, match=r"^clip has encrypted sound, which is not read without its key$"):
+        read(data)
+
+
 def test_what_is_no_media_is_refused() -> None:
     with pytest.raises(MediaRejected, match=r"^clip cannot be read as a sound or a video: Invalid data") as caught:
         read(b"no sound at all" * 100)

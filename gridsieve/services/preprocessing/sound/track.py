@@ -138,6 +138,8 @@ def _heard_s(container: InputContainer, stream: AudioStream, source: Source) -> 
     last: deque[Packet[AudioStream]] = deque(maxlen=_LAST_PACKETS)
     end_s: Fraction | None = None
     for packet in packets_of(container, stream):
+        if packet.has_sidedata("encryption_info"):
+            raise MediaRejected("has encrypted sound, which is not read without its key", field=source.name)
         if packet.pts is not None and not packet.is_discard:
             if abs(packet.pts) >= MAX_PTS:
                 text = f"has sound at {packet.pts} ticks, all must be within ±{MAX_PTS}"
