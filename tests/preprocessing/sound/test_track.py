@@ -54,6 +54,11 @@ def decode(data: bytes, start_s: Fraction | int = 0, end_s: Fraction | int = 2, 
     ("container", "codec", "picture", "within"),
     [
         ("wav", "pcm_s16le", None, 0),
+        ("wav", "pcm_mulaw", None, 0),
+        ("aiff", "pcm_s16be", None, 0),
+        ("matroska", "wavpack", None, 0),
+        ("matroska", "eac3", None, LOSSY),
+        ("ogg", "vorbis", None, LOSSY),
         ("flac", "flac", None, 0),
         ("mp3", "libmp3lame", None, LOSSY),
         ("ogg", "libopus", None, LOSSY),
@@ -69,15 +74,21 @@ def decode(data: bytes, start_s: Fraction | int = 0, end_s: Fraction | int = 2, 
         ("mpegts", "mp2", "libx264", LOSSY),
         ("flv", "aac", "libx264", LOSSY),
         ("avi", "pcm_s16le", "mpeg4", 0),
+        ("asf", "wmav2", "mpeg4", LOSSY),
+        ("mpeg", "mp2", "mpeg2video", LOSSY),
+        ("mpegts", "libopus", "libx264", LOSSY),
+        ("mp4", "libopus", "libx264", LOSSY),
     ],
 )
 def test_a_click_is_heard_at_its_time(container: str, codec: str, picture: str | None, within: int) -> None:
-    rate = 48_000 if codec == "libopus" else 44_100
-    data = sound_file(container, Track(clicks(CLICKS_S, 2, rate), codec, rate), picture=picture)
+    rate = {"libopus": 48_000, "pcm_mulaw": 8000}.get(codec, 44_100)
+    options = {"vorbis": {"strict": "experimental"}, "wmav2": {"b": "128000"}}.get(codec, {})
+    track = Track(clicks(CLICKS_S, 2, rate, channels=2), codec, rate, "stereo", options=options)
+    data = sound_file(container, track, picture=picture)
     index, samples = read(data), decode(data)
     priming_s = 1024 / 44_100 if container == "adts" else 0  # of which only such a file says nothing
     assert all(abs(heard_at(samples, priming_s + each)) <= within for each in CLICKS_S)
-    assert (index.rate, index.channels) == (rate, 1)
+    assert (index.rate, index.channels) == (rate, 2)
     assert index.start_s + index.duration_s == pytest.approx(2, abs=0.06)
 
 

@@ -46,8 +46,7 @@ _ROUNDING_S = Fraction(1, 1000)
 _FIRST_PACKETS = 64
 # Decoded to find out where the sound ends. A packet of MP3 refers to up to nine before it.
 _LAST_PACKETS = 16
-# Codecs of which a packet depends on those within this time before it alone; but for the noise of AAC and AC-3, which
-# is random.
+# Codecs whose packets depend on those of this time before them alone; the noise that AAC and AC-3 fill in is random.
 _FORGETTING = ("aac", "ac3", "alac", "eac3", "flac", "mp2float", "mp3float", "opus")
 _LEAD_S = 5
 _KINDS = "a sound or a video"
@@ -215,15 +214,10 @@ class _Decoding:
 
     def run(self, progress: Callable[[], None]) -> None:
         """Raises MediaDamaged if more than a tenth of the packets that it decodes are damaged."""
-        codec, passing = self._stream.codec_context, False
         for packet in chain(packets_of(self._container, self._stream), (None,)):
             progress()
             if packet is not None and self._passes(packet):
-                passing = True
                 continue
-            if passing:
-                codec.flush_buffers()
-                passing = False
             self._read += packet is not None
             frames = _decoded(self._stream, packet)
             if frames is None:
@@ -239,15 +233,13 @@ class _Decoding:
 
     def _passes(self, packet: Packet[AudioStream]) -> bool:
         """Passes a packet so long before the part that it is not decoded: as many samples as the last one had."""
-        is_known = self._last is not None and self._read >= _FIRST_PACKETS and packet.pts is not None
-        if not is_known or self._stream.codec_context.name not in _FORGETTING:
+        last, forgets = self._last, self._stream.codec_context.name in _FORGETTING
+        if last is None or packet.pts is None or not forgets or self._read < _FIRST_PACKETS:
             return False
-        assert self._last
-        assert packet.pts is not None
         time_s = packet.pts * self._time_base
         if time_s + self._clock.shift_s + _LEAD_S > self._heard.begins_s:
             return False
-        self._placed(self._last, time_s).skip(self._last.samples)
+        self._placed(last, time_s).skip(last.samples)
         return True
 
     def _hears(self, frame: AudioFrame) -> bool:
