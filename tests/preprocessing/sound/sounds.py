@@ -59,7 +59,7 @@ def sound_file(
                 video.width = video.height = 64
                 video.pix_fmt, video.codec_context.thread_count = "yuv420p", 1
                 for number in range(frames):
-                    frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), number, np.uint8), format="rgb24")
+                    frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), number % 256, np.uint8), format="rgb24")
                     frame.pts, frame.time_base = number + int(picture_begin_s * 25), Fraction(1, 25)
                     packets += video.encode(frame)
                 packets += video.encode()

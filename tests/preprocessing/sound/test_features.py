@@ -8,22 +8,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers.models.parakeet.feature_extraction_parakeet import ParakeetFeatureExtractor
 from transformers.models.whisper.feature_extraction_whisper import WhisperFeatureExtractor
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.services.preprocessing.sound.features import LogMel
+from gridsieve.services.preprocessing.sound.features import LogMel, ParakeetMel
 from gridsieve.services.preprocessing.sound.runs import Float32Array
 
 RATE = 16_000
 SETTINGS = {"feature_size": 128, "sampling_rate": RATE, "hop_length": 160, "chunk_length": 30, "n_fft": 400}
 
 
-def log_mel(folder: Path, settings: dict[str, object], padded: bool = True) -> LogMel:
-    folder.joinpath("config.json").write_text("{}")
+def checkpoint(folder: Path, settings: dict[str, object], config: dict[str, object] | None = None) -> Checkpoint:
+    folder.joinpath("config.json").write_text(json.dumps(config or {}))
     folder.joinpath("model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     folder.joinpath("preprocessor_config.json").write_text(json.dumps(settings))
-    return LogMel.from_checkpoint(Checkpoint(folder), padded)
+    return Checkpoint(folder)
+
+
+def log_mel(folder: Path, settings: dict[str, object], padded: bool = True) -> LogMel:
+    return LogMel.from_checkpoint(checkpoint(folder, settings), padded)
 
 
 def fading(samples: int) -> Float32Array:
@@ -74,8 +79,31 @@ def test_silence_and_a_sound_too_short_for_transformers_have_frames(tmp_path: Pa
     assert features.of(np.zeros(0, np.float32)).shape == (128, 0)
 
 
-def test_memory_does_not_grow_with_the_sound(tmp_path: Path) -> None:
-    features = log_mel(tmp_path, SETTINGS, padded=False)
+@pytest.mark.parametrize("samples", [320, 321, 400, 479, 480, 16_000, 90 * RATE + 77])
+def test_features_are_those_of_parakeet(tmp_path: Path, samples: int) -> None:
+    features = ParakeetMel.from_checkpoint(checkpoint(tmp_path, {}, {"sound_config": {"num_mel_bins": 128}}))
+    sound = fading(samples)
+    extractor = ParakeetFeatureExtractor(feature_size=128)
+    expected = extractor(sound, sampling_rate=RATE, return_tensors="np")["input_features"][0].T
+    made = features.of(sound)
+    assert made.shape == (features.mels, features.frames_of(samples)) == expected.shape
+    assert np.abs(made - expected).max() < 1e-4
+
+
+def test_a_sound_too_short_for_parakeet_is_followed_by_silence(tmp_path: Path) -> None:
+    features = ParakeetMel.from_checkpoint(checkpoint(tmp_path, {}))
+    sound = fading(100)
+    assert np.array_equal(features.of(sound), features.of(np.pad(sound, (0, 220))))
+    assert features.of(np.zeros(100, np.float32)).tolist() == [[0.0] * 3] * 80
+    assert features.of(np.zeros(0, np.float32)).shape == (80, 0)
+
+
+@pytest.mark.parametrize("kind", ["whisper", "parakeet"])
+def test_memory_does_not_grow_with_the_sound(tmp_path: Path, kind: str) -> None:
+    is_whisper = kind == "whisper"
+    features = (
+        log_mel(tmp_path, SETTINGS, False) if is_whisper else ParakeetMel.from_checkpoint(checkpoint(tmp_path, {}))
+    )
     beside = []
     for seconds in (60, 240):
         sound = np.zeros(seconds * RATE, np.float32)

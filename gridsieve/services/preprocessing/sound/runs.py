@@ -94,6 +94,10 @@ class Run:
         for mixed in _through(self._graphs[0], frame):
             self._resample(mixed)
 
+    def skip(self, samples: int) -> None:
+        """Samples long before the part, which are not known."""
+        self.end += samples
+
     def finish(self) -> None:
         """No frame follows."""
         if self._graphs:

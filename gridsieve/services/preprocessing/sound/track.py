@@ -3,16 +3,16 @@
 Frames are placed by their times. These are rounded, so samples are counted while frames follow one another; where a
 time differs from the counted one by more than rounding explains, the track pauses, or its frames overlap (`runs`).
 
-Everything before the part that is asked for is decoded, too: an hour takes a second or two, and a decoder's result
-depends on what it decoded before. FFmpeg's decoders leave out what a codec needs before the first sample (priming),
-and what an edit list hides. It knows neither models nor features.
+Packets long before the part that is asked for are read and counted, but not decoded. Nothing is sought: a container's
+index may be wrong, and a packet's place would then differ. FFmpeg's decoders leave out what a codec needs before the
+first sample (priming), and what an edit list hides. It knows neither models nor features.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain, islice
@@ -46,6 +46,9 @@ _ROUNDING_S = Fraction(1, 1000)
 _FIRST_PACKETS = 64
 # Decoded to find out where the sound ends. A packet of MP3 refers to up to nine before it.
 _LAST_PACKETS = 16
+# Codecs whose packets depend on those of this time before them alone; the noise that AAC and AC-3 fill in is random.
+_FORGETTING = ("aac", "ac3", "alac", "eac3", "flac", "mp2float", "mp3float", "opus")
+_LEAD_S = 5
 _KINDS = "a sound or a video"
 
 
@@ -105,7 +108,7 @@ def decode_sound(
         assert stream is not None
         begins_s = _begins_s(source) - index.start_s + start_s
         heard = Heard(round((end_s - start_s) * rate), round(begins_s * rate), rate)
-        _decode(container, stream, source, heard, progress)
+        _Decoding(container, stream, source, heard).run(progress)
     return np.nan_to_num(heard.samples, copy=False, posinf=0.0, neginf=0.0)
 
 
@@ -138,6 +141,8 @@ def _heard_s(container: InputContainer, stream: AudioStream, source: Source) -> 
     last: deque[Packet[AudioStream]] = deque(maxlen=_LAST_PACKETS)
     end_s: Fraction | None = None
     for packet in packets_of(container, stream):
+        if packet.has_sidedata("encryption_info"):
+            raise MediaRejected("has encrypted sound, which is not read without its key", field=source.name)
         if packet.pts is not None and not packet.is_discard:
             if abs(packet.pts) >= MAX_PTS:
                 text = f"has sound at {packet.pts} ticks, all must be within ±{MAX_PTS}"
@@ -195,70 +200,74 @@ def _check_complete(container: InputContainer, stream: AudioStream, source: Sour
             raise MediaDamaged(text, field=source.name)
 
 
-def _decode(
-    container: InputContainer, stream: AudioStream, source: Source, heard: Heard, progress: Callable[[], None]
-) -> None:
-    """Writes what is heard."""
-    frames = _Frames(container, stream, source, progress)
-    clock = Clock(source, container.format.name)
-    rounding_s = 2 * max(stream.time_base or Fraction(0), _ROUNDING_S)
-    run: Run | None = None
-    follows = False  # whether the packets since the last frame could be decoded
-    for frame in frames:
-        if frame is None:
-            follows = False
-            continue
-        rate = frame.sample_rate
-        time_s = clock.shown_s(_time_s(frame), Fraction(frame.samples, rate))
-        if time_s > heard.ends_s + MARGIN_S:
-            break
-        place = round(time_s * rate)
-        if run is None or not follows or not run.continues(frame, place, math.ceil(rounding_s * rate)):
-            if run is not None:
-                run.finish()
-            run = Run(frame, place, heard)
-        follows = True
+class _Decoding:
+    """Decodes a track and writes what is heard of it."""
+
+    def __init__(self, container: InputContainer, stream: AudioStream, source: Source, heard: Heard) -> None:
+        self._container, self._stream, self._source, self._heard = container, stream, source, heard
+        self._clock = Clock(source, container.format.name)
+        self._time_base = stream.time_base or Fraction(0)
+        self._rounding_s = 2 * max(self._time_base, _ROUNDING_S)
+        self._read = self._damaged = 0
+        self._run: Run | None = None
+        self._last: AudioFrame | None = None  # None: what comes next does not follow what came before
+
+    def run(self, progress: Callable[[], None]) -> None:
+        """Raises MediaDamaged if more than a tenth of the packets that it decodes are damaged."""
+        for packet in chain(packets_of(self._container, self._stream), (None,)):
+            progress()
+            if packet is not None and self._passes(packet):
+                continue
+            self._read += packet is not None
+            frames = _decoded(self._stream, packet)
+            if frames is None:
+                self._damaged += 1
+                self._last = None
+            if not all(map(self._hears, frames or ())):
+                break
+        if self._run is not None:
+            self._run.finish()
+        if self._damaged > MAX_DAMAGED_SHARE * self._read:
+            damaged = f"{self._damaged} of {self._read} packets cannot be decoded"
+            raise MediaDamaged(f"has damaged sound: {damaged}, at most a tenth may be", field=self._source.name)
+
+    def _passes(self, packet: Packet[AudioStream]) -> bool:
+        """Passes a packet so long before the part that it is not decoded: as many samples as the last one had."""
+        last, forgets = self._last, self._stream.codec_context.name in _FORGETTING
+        if last is None or packet.pts is None or not forgets or self._read < _FIRST_PACKETS:
+            return False
+        time_s = packet.pts * self._time_base
+        if time_s + self._clock.shift_s + _LEAD_S > self._heard.begins_s:
+            return False
+        self._placed(last, time_s).skip(last.samples)
+        return True
+
+    def _hears(self, frame: AudioFrame) -> bool:
+        """Adds a frame. False: the part has ended before it."""
+        _check_rate(frame.sample_rate, self._source)
+        run = self._placed(frame, _time_s(frame))
+        if Fraction(run.end, frame.sample_rate) > self._heard.ends_s + MARGIN_S:
+            return False
+        self._last = frame
         try:
             run.add(frame)
         except MemoryError:
             raise
         except (av.FFmpegError, ValueError) as error:
             text = f"has sound that cannot be mixed ({frame.layout.name}): {reason_of(error)}"
-            raise MediaRejected(text, field=source.name) from error
-    if run is not None:
-        run.finish()
-    frames.check_damage()
+            raise MediaRejected(text, field=self._source.name) from error
+        return True
 
-
-class _Frames:
-    """Decoded frames in the order of the file. None stands for a packet that cannot be decoded."""
-
-    def __init__(
-        self, container: InputContainer, stream: AudioStream, source: Source, progress: Callable[[], None]
-    ) -> None:
-        self._container, self._stream, self._source = container, stream, source
-        self._progress = progress
-        self._read = self._damaged = 0
-
-    def __iter__(self) -> Iterator[AudioFrame | None]:
-        for packet in chain(packets_of(self._container, self._stream), (None,)):
-            self._progress()
-            self._read += packet is not None
-            frames = _decoded(self._stream, packet)
-            if frames is None:
-                self._damaged += 1
-                yield None
-            for frame in frames or ():
-                _check_rate(frame.sample_rate, self._source)
-                yield frame
-
-    def check_damage(self) -> None:
-        """Raises MediaDamaged if more than a tenth of the packets could not be decoded."""
-        if self._damaged > MAX_DAMAGED_SHARE * self._read:
-            text = (
-                f"has damaged sound: {self._damaged} of {self._read} packets cannot be decoded, at most a tenth may be"
-            )
-            raise MediaDamaged(text, field=self._source.name)
+    def _placed(self, frame: AudioFrame, time_s: Fraction | None) -> Run:
+        """The run that goes on with a frame like this one, of that time in the container."""
+        rate = frame.sample_rate
+        place = round(self._clock.shown_s(time_s, Fraction(frame.samples, rate)) * rate)
+        rounding = math.ceil(self._rounding_s * rate)
+        if self._run is None or self._last is None or not self._run.continues(frame, place, rounding):
+            if self._run is not None:
+                self._run.finish()
+            self._run = Run(frame, place, self._heard)
+        return self._run
 
 
 def _decoded(stream: AudioStream, packet: Packet[AudioStream] | None) -> list[AudioFrame] | None:
