@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,16 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 from demo.checkpoint import randomise
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
+from gridsieve.families import family_of
 from gridsieve.families.qwen import sound
 from gridsieve.families.qwen.sound import load_sound_tower
 from gridsieve.services.compute.rank_failure import RankFailure
+from gridsieve.services.encoder.tower import loading
 from gridsieve.services.encoder.tower.parallel.tower import DataParallelTower
 from gridsieve.services.encoder.tower.sound import Sound, SoundTower
 from gridsieve.services.encoder.tower.vision_model import RunOptions
 from tests.encoder.encoder_service import tower_of
+from tests.families import load_reference
 
 MELS = 16
 # Qwen2.5-Omni's chunks have 20 frames here, its attention ends with them; Qwen3-Omni's have 100, and it attends to 200.
@@ -136,6 +139,19 @@ def test_ranks_leave_sounds_to_the_first_which_keeps_each_forward_within_its_lim
         torch.testing.assert_close(ours[0], sound([each]), atol=1e-5, rtol=0)
         assert ours.shape[0] == 3
         assert not ours[1:].any()
+
+
+def test_a_tower_hears_where_its_row_names_a_sound_tower_unless_another_rank_does(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, (features,) = Checkpoint(checkpoints("qwen3_omni_moe")), features_of([130])
+    row = replace(family_of(checkpoint), sound="sound:load_sound_tower")
+    monkeypatch.setattr(loading, "family_of", lambda checkpoint: row)
+    assert loading.load_tower(checkpoint, "float32", CPU, hears=False).sound is None
+    (found,) = loading.load_tower(checkpoint, "float32", CPU).encode([Sound(features)])
+    tower = load_reference("qwen3_omni_moe", checkpoint.folder).model.audio_tower
+    torch.testing.assert_close(found[0], alone(tower, features), atol=1e-5, rtol=0)
+    assert not found[1:].any()
 
 
 def test_a_whole_model_has_its_tower_under_the_thinker(written: tuple[Path, Any], tmp_path: Path) -> None:
