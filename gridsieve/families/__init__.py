@@ -145,6 +145,16 @@ FAMILIES = (
     ),
     _QWEN3_5(model_type="qwen3_5", models="Qwen3.5, 3.6, 3.8", text="text:QWEN3_5"),
     _QWEN3_5(model_type="qwen3_5_moe", models="Qwen3.5, 3.6, 3.8, mixture of experts", text="text:QWEN3_5_MOE"),
+    _QWEN(
+        model_type="qwen3_omni_moe",
+        models="Qwen3-Omni, its thinker",
+        prompt="prompt:Qwen3Omni.from_checkpoint",
+        tower="tower:load_qwen3_omni",
+        text="text:QWEN3_OMNI_MOE",
+        positions="M-RoPE, time in seconds",
+        limits="no audio",
+        live=True,
+    ),
     ModelFamily(
         model_type="cosmos3_edge",
         models="Cosmos 3 Edge, its model that reads",

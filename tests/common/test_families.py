@@ -53,6 +53,7 @@ def test_every_family_is_tested_and_its_row_names_what_its_folder_has() -> None:
         assert callable(row.load("prompt"))
         assert callable(row.load("tower"))
         assert isinstance(row.load("text"), TextFamily)
+        assert not row.sound or callable(row.load("sound"))
 
 
 def test_the_table_of_the_docs_is_that_of_the_rows() -> None:

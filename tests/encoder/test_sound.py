@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,18 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 from demo.checkpoint import randomise
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
+from gridsieve.families import family_of
 from gridsieve.families.qwen import sound
 from gridsieve.families.qwen.sound import load_sound_tower
 from gridsieve.services.compute.rank_failure import RankFailure
-from gridsieve.services.encoder.tower.parallel.tower import DataParallelTower
+from gridsieve.services.encoder.startup.largest_forward import run_largest
+from gridsieve.services.encoder.tower import loading
+from gridsieve.services.encoder.tower.graphs import without_graphs
+from gridsieve.services.encoder.tower.parallel.tower import DataParallelTower, packing_of
 from gridsieve.services.encoder.tower.sound import Sound, SoundTower
 from gridsieve.services.encoder.tower.vision_model import RunOptions
 from tests.encoder.encoder_service import tower_of
+from tests.families import load_reference
 
 MELS = 16
 # Qwen2.5-Omni's chunks have 20 frames here, its attention ends with them; Qwen3-Omni's have 100, and it attends to 200.
@@ -92,13 +97,19 @@ def test_sounds_of_several_lengths_in_one_forward_are_what_transformers_makes_of
     torch.testing.assert_close(tower(features), torch.cat(expected), atol=1e-5, rtol=0)
 
 
-def test_convolutions_over_few_chunks_at_a_time_change_nothing(
+def test_convolutions_are_computed_over_few_chunks_at_a_time_which_changes_nothing(
     written: tuple[Path, Any], lengths: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tower, features = load(written[0]), features_of(lengths)
+    tower, features, together = load(written[0]), features_of(lengths), list[int]()
+    compute: Any = tower.compute
+    first = next(each for each in compute.model.modules() if isinstance(each, torch.nn.Conv1d | torch.nn.Conv2d))
+    first.register_forward_pre_hook(lambda _, inputs: together.append(len(inputs[0])))
     whole = tower(features)
     monkeypatch.setattr(sound, "_CHUNKS_AT_ONCE", 2)
+    assert max(together) > 2
+    together.clear()
     torch.testing.assert_close(tower(features), whole, atol=1e-5, rtol=0)
+    assert max(together) == 2
 
 
 def test_a_tower_runs_in_bfloat16(written: tuple[Path, Any], lengths: Sequence[int]) -> None:
@@ -136,6 +147,34 @@ def test_ranks_leave_sounds_to_the_first_which_keeps_each_forward_within_its_lim
         torch.testing.assert_close(ours[0], sound([each]), atol=1e-5, rtol=0)
         assert ours.shape[0] == 3
         assert not ours[1:].any()
+
+
+def test_the_largest_forward_of_sounds_is_run_before_the_service_serves(
+    tiny_checkpoint: Path, written: tuple[Path, Any]
+) -> None:
+    sound, forwards = load(written[0]), list[list[int]]()
+
+    def recorded(features: Sequence[Tensor]) -> Tensor:
+        forwards.append([each.shape[1] for each in features])
+        return sound.compute(features)
+
+    tower = without_graphs(replace(tower_of(tiny_checkpoint), sound=replace(sound, compute=recorded)))
+    run_largest(DataParallelTower(tower, Mock(), 1, Mock(), 10, RankFailure()), packing_of(tower, 10).largest)
+    ((frames,),) = forwards
+    assert sound.rows_of(frames) <= 40 < sound.rows_of(frames + 1)
+
+
+def test_a_tower_hears_where_its_row_names_a_sound_tower_unless_another_rank_does(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, (features,) = Checkpoint(checkpoints("qwen3_omni_moe")), features_of([130])
+    row = replace(family_of(checkpoint), sound="sound:load_sound_tower")
+    monkeypatch.setattr(loading, "family_of", lambda checkpoint: row)
+    assert loading.load_tower(checkpoint, "float32", CPU, hears=False).sound is None
+    (found,) = loading.load_tower(checkpoint, "float32", CPU).encode([Sound(features)])
+    tower = load_reference("qwen3_omni_moe", checkpoint.folder).model.audio_tower
+    torch.testing.assert_close(found[0], alone(tower, features), atol=1e-5, rtol=0)
+    assert not found[1:].any()
 
 
 def test_a_whole_model_has_its_tower_under_the_thinker(written: tuple[Path, Any], tmp_path: Path) -> None:

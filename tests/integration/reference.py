@@ -106,6 +106,10 @@ async def inputs_of_prompt(
     steps = [float(item.seconds_per_grid) for item in plan.media if item.seconds_per_grid]
     if steps and config.model_type == "qwen2_5_vl":
         inputs["second_per_grid_ts"] = torch.tensor(steps)
+    if config.model_type == "qwen3_omni_moe_thinker":
+        del inputs["mm_token_type_ids"]
+        if steps:
+            inputs["video_second_per_grid"] = torch.tensor(steps)
     return inputs
 
 

@@ -4,6 +4,7 @@
     Qwen2.5-VL    the time between slices determines their distance in positions
     Qwen2.5-Omni  as Qwen2.5-VL, and sounds: of a video, pictures and sound take turns every two seconds
     Qwen3-VL      also 3.5, 3.6, 3.8, dense and mixture of experts: each slice is a grid, after its timestamp
+    Qwen3-Omni    as Qwen2.5-VL, with Qwen3-VL's patches
 
 Of Qwen3-VL a video's placeholder becomes `<0.3 seconds><|vision_start|>(grid)<|vision_end|>` for each slice. The chat
 template's own <|vision_start|> and <|vision_end|> stay around all of them, as in transformers 5.24; older versions
@@ -17,7 +18,7 @@ Qwen2-VL, arXiv 2409.12191; Qwen2.5-VL, arXiv 2502.13923; Qwen2.5-Omni, arXiv 25
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Self
@@ -44,19 +45,27 @@ _DEFAULTS = VideoDefaults(
 _LANES = 8
 _TOKENS_PER_SECOND = 4
 # Of videos, the processor's class has a size of its own, whatever preprocessor_config.json says of images.
-_DEFAULTS_OF_OMNI = replace(_DEFAULTS, old_names=("image",))
+_DEFAULTS_OF_2_5_OMNI = replace(_DEFAULTS, sized_as_images=False)
 _PLACEHOLDERS_OF_OMNI: Mapping[Modality, str] = {
     Modality.IMAGE: "<|IMAGE|>",
     Modality.VIDEO: "<|VIDEO|>",
     Modality.AUDIO: "<|AUDIO|>",
 }
-_OMNI_TOKENS_PER_SECOND, _OMNI_CHUNK_S = 25, 2
+_OMNI_CHUNK_S = 2
 _DEFAULTS_OF_3 = VideoDefaults(
     patch_px=16,
     size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
     max_tokens=768,
     old_names=("image",),
 )
+_DEFAULTS_OF_OMNI = VideoDefaults(
+    patch_px=16,
+    size={"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
+    max_tokens=128_000,
+    old_names=("image", "video"),
+    sized_as_images=False,
+)
+_POSITIONS_PER_SECOND = 25
 # Of Qwen3-VL-Embedding and -Reranker, in tokens: of an image, and of each frame of a video.
 _RETRIEVED_IMAGE, _RETRIEVED_FRAME = (4, 1800), (128, 768)
 _DEEPSTACK_INDEXES = (8, 16, 24)
@@ -142,11 +151,11 @@ class Qwen25Omni(Qwen25VL):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
-        per_second = Fraction(str(checkpoint.config.number("position_id_per_seconds", _OMNI_TOKENS_PER_SECOND)))
+        per_second = Fraction(str(checkpoint.config.number("position_id_per_seconds", _POSITIONS_PER_SECOND)))
         chunk_s = Fraction(str(checkpoint.config.number("seconds_per_chunk", _OMNI_CHUNK_S)))
         return cls.read(
             checkpoint,
-            _DEFAULTS_OF_OMNI,
+            _DEFAULTS_OF_2_5_OMNI,
             placeholders=_PLACEHOLDERS_OF_OMNI,
             tokens_per_second=per_second,
             chunk=math.floor(per_second * chunk_s),
@@ -168,14 +177,29 @@ class Qwen25Omni(Qwen25VL):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3Omni(Qwen25VL):
+    """Its thinker, without sound."""
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
+        """Videos have the size of their own processor, not of the image processor, or else that of its class."""
+        per_second = checkpoint.config.number("position_id_per_seconds", _POSITIONS_PER_SECOND)
+        return cls.read(
+            checkpoint,
+            _DEFAULTS_OF_OMNI,
+            tokens_per_second=Fraction(str(per_second)),
+            embed_levels=len(_deepstack_indexes(checkpoint)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3VL(QwenVL):
     """embed_levels: the number of tower layers that feed deepstack."""
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Qwen3VL:
         """Of an embedder or a reranker, with frames and sizes of their own."""
-        indexes = checkpoint.config.part("vision_config").get("deepstack_visual_indexes", _DEEPSTACK_INDEXES)
-        levels = 0 if checkpoint.model_type in _WITHOUT_DEEPSTACK else len(indexes)
+        levels = 0 if checkpoint.model_type in _WITHOUT_DEEPSTACK else len(_deepstack_indexes(checkpoint))
         made = cls.read(checkpoint, _DEFAULTS_OF_3, embed_levels=levels)
         return made if checkpoint.task == "generate" else _for_retrieval(made)
 
@@ -224,6 +248,12 @@ class Qwen3VLRetrieval(Qwen3VL):
         """Each frame has a budget of its own, and small ones are enlarged."""
         budget = self.video_budget if wish.max_pixels is None else at_most(self.video_budget, wish.max_pixels)
         return smart_resize(height_px, width_px, budget)
+
+
+def _deepstack_indexes(checkpoint: Checkpoint) -> Sequence[int]:
+    """The tower's layers that feed deepstack."""
+    indexes: Sequence[int] = checkpoint.config.part("vision_config").get("deepstack_visual_indexes", _DEEPSTACK_INDEXES)
+    return indexes
 
 
 def _torch_linspace(end: int, count: int) -> tuple[int, ...]:

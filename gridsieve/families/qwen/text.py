@@ -7,6 +7,7 @@
                   is arXiv 2406.04334
                   arXiv 2601.04720          Qwen/Qwen3-VL-Embedding-2B, Qwen/Qwen3-VL-Reranker-2B, and their scripts
     Qwen3.5       and its line: transformers' classes   Qwen/Qwen3.5-9B, Qwen/Qwen3.5-35B-A3B
+    Qwen3-Omni    arXiv 2509.17765, its thinker         Qwen/Qwen3-Omni-30B-A3B-Instruct
 
 Three of four layers of Qwen3.5 are gated delta networks, which keep a recurrent state, the fourth is gated attention
 with partial rotary embeddings. Its weights `mtp.*`, which predict several tokens, are read by `loading/mtp.py`.
@@ -22,6 +23,7 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     Qwen3Config,
+    Qwen3OmniMoeThinkerConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
@@ -49,6 +51,11 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeForConditionalGeneration,
     Qwen3_5MoeTextModel,
     Qwen3_5MoeTextRotaryEmbedding,
+)
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+    Qwen3OmniMoeThinkerTextModel,
+    Qwen3OmniMoeThinkerTextRotaryEmbedding,
 )
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     Qwen3VLForConditionalGeneration,
@@ -99,6 +106,14 @@ class _MoeText(_Deepstack, Qwen3VLMoeTextModel):
     def _can_set_experts_implementation(cls) -> bool:
         # transformers searches the source file of the class for a decorator; without it experts run one by one.
         can_set: bool = Qwen3VLMoeTextModel._can_set_experts_implementation()
+        return can_set
+
+
+class _OmniText(_Deepstack, Qwen3OmniMoeThinkerTextModel):
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # As of `_MoeText`.
+        can_set: bool = Qwen3OmniMoeThinkerTextModel._can_set_experts_implementation()
         return can_set
 
 
@@ -159,4 +174,11 @@ QWEN3_5_MOE = TextFamily.of(
     _PREFIXES_OF_3,
     change=_transpose_experts,
     clock_times=True,
+)
+QWEN3_OMNI_MOE = TextFamily.of(
+    Qwen3OmniMoeThinkerConfig,
+    TextClasses(Qwen3OmniMoeThinkerForConditionalGeneration, _OmniText, Qwen3OmniMoeThinkerTextRotaryEmbedding),
+    _PREFIXES_OF_OMNI,
+    embed_levels=lambda config: len(config.vision_config.deepstack_visual_indexes),
+    change=_transpose_experts,
 )
