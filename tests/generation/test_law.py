@@ -99,6 +99,25 @@ def begins_like(data: st.DataObject, models: Models, other: Question) -> Questio
     return Question((*parts, data.draw(text())), data.draw(st.integers(1, 12)))
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_omni"], scope="module")
+def test_of_a_clip_with_another_sound_only_what_comes_before_it_is_in_the_cache(models: Models) -> None:
+    """Its first pictures are, but not those after the first seconds of sound, although the video is the same."""
+    video = random_item(models.family, (4, 2, 2), Fraction(3), rate=0.25, method="random")
+    heard = [replace(random_item(models.family, (1, 1, 14), None, seed=seed), linear=True) for seed in (1, 2)]
+    questions = [
+        Question((Text(tuple(range(10, 19))), Clip(video, sound, 5, 8, 9), Text((20 + number, 21))), 3)
+        for number, sound in enumerate((heard[0], heard[1], heard[0]))
+    ]
+    engine = TinyEngine(models.engine)
+    asked = [each for question in questions for each in answer(engine, [question])]
+    assert [each.spared for each in asked] == [(), (), (0, 1)]
+    # The text, the token around the clip, and the pictures before the first sound.
+    before = 10 + sum(token < 8 for token in questions[0].kept[0])
+    assert asked[1].request.cached_tokens == before // BLOCK_TOKENS * BLOCK_TOKENS
+    assert asked[2].request.cached_tokens > before
+    assert_law(models, engine, questions, asked)
+
+
 @pytest.mark.parametrize("family", ["llava_onevision", "qwen3_5", "qwen3_vl"], scope="module")
 def test_a_prompt_cut_anywhere_obeys_the_law(models: Models) -> None:
     """Text, a video of which whole slices are dropped, text, an image, text: the first cut is at each place in turn."""

@@ -40,8 +40,7 @@ class PromptLimit:
         """
         answer = 1 if max_new_tokens is None else max_new_tokens
         # Text between the slices of a video (timestamps) scales with their number, so it is not the caller's text.
-        media = _apart(plan.media)
-        between = sum(_between(item, item.grid.t) for item in media)
+        between = sum(_between(item, item.grid.t) for item in _apart(plan.media))
         text = plan.tokens - between - sum(item.grid.tokens for item in plan.media)
         prompt = text + between + sum(num_kept)
         spare = self.tokens - prompt
@@ -59,14 +58,14 @@ class PromptLimit:
                 f"exceeds the model's context of {self.context_tokens} tokens",
                 value=plan.tokens + answer,
                 limit=self.context_tokens,
-                remedy=advice(media, limits),
+                remedy=advice(plan.media, limits),
             )
         raise PromptTooLong(
             f"the prompt has {prompt} tokens after pruning, {text} of them text; with {wanted} it exceeds the limit of "
             f"{self.tokens} tokens",
             value=prompt + answer,
             limit=self.tokens,
-            remedy=advice(media, limits),
+            remedy=advice(plan.media, limits),
         )
 
 
@@ -99,6 +98,7 @@ def advice(media: Sequence[MediaPlan], limits: Sequence[Limit]) -> str | None:
     Only decoded media can shrink. The text between their slices counts as theirs. Frames whose tokens do not follow
     their pixels can only become fewer.
     """
+    media = _apart(media)
     ways, sized = [], [item for item in media if not item.fixed_tokens]
     if pixels := _max_pixels(media, limits):
         ways.append(f"`frame_sampling.max_pixels` {pixels}")

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from itertools import zip_longest
 from typing import TypeAlias
 
@@ -124,15 +123,23 @@ def positions_of(spans: Sequence[Span]) -> Int32Array:
     """
     parts: list[Int32Array] = []
     start = clip_start = 0
+    of_clip: dict[MediaSpan, Int64Array] = {}  # pictures and sound of the clip whose parts are laid out
     for span in spans:
         if not span.tokens:
             continue
         if isinstance(span, SharedSpan):
             parts.append(np.full((3, 1), max(0, start - span.before), np.int32))
             continue
-        at, part = start, _places(span)
+        at = start
         if isinstance(span, PartSpan):
-            at = clip_start = start if span.begins else clip_start
+            if span.begins:
+                clip_start, of_clip = start, {}
+            at = clip_start
+            if span.whole not in of_clip:
+                of_clip[span.whole] = _places(span.whole)
+            part = of_clip[span.whole][:, span.begin : span.end]
+        else:
+            part = _places(span)
         last = at + int(part.max())
         if last > MAX_POSITION:
             raise PromptTooLong(f"the prompt's videos reach position {last}, at most {MAX_POSITION} is allowed")
@@ -141,17 +148,9 @@ def positions_of(spans: Sequence[Span]) -> Int32Array:
     return np.concatenate(parts, axis=1) if parts else np.zeros((3, 0), np.int32)
 
 
-def _places(span: TextSpan | MediaSpan | PartSpan) -> Int64Array:
+def _places(span: TextSpan | MediaSpan) -> Int64Array:
     """Positions of a span's tokens from its start, [3, n]."""
-    if isinstance(span, PartSpan):
-        return _of_clip(span.whole)[:, span.begin : span.end]
     return _grid(span) if isinstance(span, GridSpan) else np.broadcast_to(np.arange(span.tokens), (3, span.tokens))
-
-
-# Of the clip whose parts are laid out, and of one more.
-@lru_cache(maxsize=4)
-def _of_clip(span: MediaSpan) -> Int64Array:
-    return _places(span)
 
 
 def _grid(span: GridSpan) -> Int64Array:
