@@ -30,7 +30,10 @@ COMMANDS = {
         "Print the model families that `gridsieve serve --model` takes, and what each can do.",
     ),
     "settings": ("gridsieve.cli.settings", "Print every setting of the services, with its value."),
-    "ask": ("gridsieve.cli.ask", "Ask a question about videos and images; the completion is streamed to stdout."),
+    "ask": (
+        "gridsieve.cli.ask",
+        "Ask a question about videos, images and sounds; the completion is streamed to stdout.",
+    ),
     "chat": (
         "gridsieve.cli.chat",
         "Talk about videos and images: the model sees the earlier questions and answers, too.",

@@ -15,7 +15,7 @@ from torch import nn
 
 from gridsieve.services.generation.sampling.sampler import SamplingParams
 from tests.families import FamilyUnderTest, text_and_head
-from tests.oracle import Item, Text, expected_logprobs, expected_sequence, kept_tokens
+from tests.oracle import Clip, Item, Part, Text, expected_logprobs, expected_sequence, items_of, kept_tokens
 from tests.tiny import BLOCK_TOKENS, PAD_ID, Asked, Models, TinyEngine, random_item
 
 LOGPROB_TOLERANCE = 1e-4
@@ -32,6 +32,14 @@ MIXES = (
     "text video text video text",
     "text video text image text text video text",
 )
+# Of models that hear: sounds, and videos with their sound.
+MIXES_HEARD = (
+    "text sound text",
+    "text clip text",
+    "text clip",
+    "text clip text clip text",
+    "text sound text clip text image text",
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class Question:
     those that do not.
     """
 
-    parts: tuple[Text | Item, ...]
+    parts: tuple[Part, ...]
     new_tokens: int
     kept_seed: int = 0
     answers: int = 1
@@ -52,7 +60,7 @@ class Question:
 
     @property
     def items(self) -> list[Item]:
-        return [part for part in self.parts if isinstance(part, Item)]
+        return items_of(self.parts)
 
     @property
     def kept(self) -> list[list[int]]:
@@ -63,7 +71,8 @@ class Question:
         """Length of the pruned prompt, at most."""
         texts = [part for part in self.parts if isinstance(part, Text)]
         texts += [text for item in self.items for text in item.texts]
-        return sum(len(text.ids) for text in texts) + sum(item.num_kept for item in self.items)
+        around = 2 * sum(isinstance(part, Clip) for part in self.parts)
+        return sum(len(text.ids) for text in texts) + around + sum(item.num_kept for item in self.items)
 
     @property
     def most_blocks(self) -> int:
@@ -92,11 +101,27 @@ def item(draw: st.DrawFn, family: FamilyUnderTest, video: bool) -> Item:
 
 
 @st.composite
+def sound(draw: st.DrawFn, family: FamilyUnderTest) -> Item:
+    made = random_item(family, (1, 1, draw(st.integers(1, 12))), None, seed=draw(st.integers(0, 2**32 - 1)))
+    return replace(made, linear=True)
+
+
+@st.composite
+def clip(draw: st.DrawFn, family: FamilyUnderTest) -> Clip:
+    return Clip(draw(item(family, video=True)), draw(sound(family)), draw(st.sampled_from((1, 2, 5))), 8, 9)
+
+
+@st.composite
 def question(draw: st.DrawFn, family: FamilyUnderTest) -> Question:
-    mix = draw(st.sampled_from(MIXES)).split()
-    most = 30 if mix == ["text"] else 12
-    parts: list[Any] = [draw(text(most=most) if kind == "text" else item(family, kind == "video")) for kind in mix]
-    return Question(tuple(parts), draw(st.integers(1, 14)))
+    mix = draw(st.sampled_from(MIXES + (MIXES_HEARD if family.hears else ()))).split()
+    kinds: dict[str, st.SearchStrategy[Any]] = {
+        "text": text(most=30 if mix == ["text"] else 12),
+        "image": item(family, video=False),
+        "video": item(family, video=True),
+        "sound": sound(family),
+        "clip": clip(family),
+    }
+    return Question(tuple(draw(kinds[kind]) for kind in mix), draw(st.integers(1, 14)))
 
 
 def several_questions(family: FamilyUnderTest) -> list[Question]:

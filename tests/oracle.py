@@ -6,10 +6,11 @@ Nothing here imports the services. Loops over single tokens are intended: they r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -65,6 +66,34 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Clip:
+    """A video and its sound, a linear item. Their tokens take turns every `chunk` positions of time, from one start.
+
+    begin, end: ids of the text tokens around them, which have the positions of the tokens before and behind these.
+    """
+
+    video: Item
+    sound: Item
+    chunk: int
+    begin: int
+    end: int
+
+
+Part: TypeAlias = Text | Item | Clip
+
+
+def items_of(parts: Sequence[Part]) -> list[Item]:
+    """The items of a prompt's plan; of a clip two."""
+    items: list[Item] = []
+    for part in parts:
+        if isinstance(part, Clip):
+            items += [part.video, part.sound]
+        elif isinstance(part, Item):
+            items.append(part)
+    return items
+
+
+@dataclass(frozen=True)
 class Expected:
     """The gathered sequence: ids [n], rows [n] of (item, token of its grid) or None, positions [3, n].
 
@@ -109,7 +138,7 @@ def kept_tokens(item: Item, seed: int = 0) -> list[int]:
     return sorted(best[: item.num_kept])
 
 
-def expected_sequence(parts: Sequence[Text | Item], kept: Sequence[Sequence[int]], pad_id: int) -> Expected:
+def expected_sequence(parts: Sequence[Part], kept: Sequence[Sequence[int]], pad_id: int) -> Expected:
     """The sequence that the language model must read, from the parts of a prompt and the kept tokens of each item."""
     full = _full_prompt(parts, pad_id)
     gathered = [token for token in full if token.source is None or token.source[1] in kept[token.source[0]]]
@@ -117,7 +146,7 @@ def expected_sequence(parts: Sequence[Text | Item], kept: Sequence[Sequence[int]
         ids=[token.id for token in gathered],
         rows=[token.source for token in gathered],
         positions=[token.place for token in gathered],
-        delta=_start(full) - len(gathered),
+        delta=max((max(token.place) for token in full), default=-1) + 1 - len(gathered),
     )
 
 
@@ -130,23 +159,54 @@ class _Token:
     place: tuple[int, int, int]
 
 
-def _full_prompt(parts: Sequence[Text | Item], pad_id: int) -> list[_Token]:
+def _full_prompt(parts: Sequence[Part], pad_id: int) -> list[_Token]:
     tokens: list[_Token] = []
-    items = 0
+    start = items = 0  # the position of what follows: one after the greatest of the piece before
     for part in parts:
-        if isinstance(part, Text):
-            tokens += _text(part, _start(tokens))
-            continue
-        for i in range(part.runs):
-            tokens += _text(part.texts[i], _start(tokens)) if part.texts else []
-            tokens += _run(part, i, items, _start(tokens), pad_id)
-        tokens += _text(part.texts[-1], _start(tokens)) if part.texts else []
-        items += 1
+        for piece in _pieces(part, items, pad_id):
+            own = piece(start)
+            tokens += own
+            if isinstance(part, Clip):
+                start = own[-1].place[0]  # which its last token shares with the token behind it
+            elif own:
+                start = max(max(token.place) for token in own) + 1
+        items += 2 if isinstance(part, Clip) else isinstance(part, Item)
     return tokens
 
 
-def _start(before: Sequence[_Token]) -> int:
-    return max((max(token.place) for token in before), default=-1) + 1
+def _pieces(part: Part, number: int, pad_id: int) -> list[Callable[[int], list[_Token]]]:
+    """What makes the pieces of a part, whose first item has this number, each from its own start."""
+    if isinstance(part, Text):
+        return [partial(_text, part)]
+    if isinstance(part, Clip):
+        return [partial(_clip, part, number, pad_id=pad_id)]
+    pieces: list[Callable[[int], list[_Token]]] = []
+    for i in range(part.runs):
+        pieces += [partial(_text, part.texts[i])] if part.texts else []
+        pieces.append(partial(_run, part, i, number, pad_id=pad_id))
+    return [*pieces, partial(_text, part.texts[-1])] if part.texts else pieces
+
+
+def _clip(clip: Clip, number: int, start: int, pad_id: int) -> list[_Token]:
+    of_each = [
+        _in_chunks(_run(item, 0, number + place, start, pad_id), start, clip.chunk)
+        for place, item in enumerate((clip.video, clip.sound))
+    ]
+    turns = range(max(map(len, of_each)))
+    pieces = [chunks[turn] for turn in turns for chunks in of_each if turn < len(chunks)]
+    behind = max(max(token.place) for token in pieces[-1]) + 1
+    begins, ends = (_Token(i, None, (at,) * 3) for i, at in ((clip.begin, start - 1), (clip.end, behind)))
+    return [begins, *(token for piece in pieces for token in piece), ends]
+
+
+def _in_chunks(tokens: list[_Token], start: int, chunk: int) -> list[list[_Token]]:
+    """As transformers cuts them: at each token that is at or behind the next multiple of `chunk`."""
+    chunks: list[list[_Token]] = [[]]
+    for token in tokens:
+        if token.place[0] - start >= len(chunks) * chunk:
+            chunks.append([])
+        chunks[-1].append(token)
+    return chunks
 
 
 def _text(text: Text, start: int) -> list[_Token]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
+from gridsieve.common.contract.tensors import DType
 from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.engine.payoff import Payoff
 from gridsieve.services.generation.engine.stats import Step
@@ -33,9 +34,18 @@ from gridsieve.services.generation.request.pruned_prompt import MAX_VOCABULARY, 
 from gridsieve.services.generation.request.reader import Reader
 from gridsieve.services.generation.request.request import Adapter, Delta, Event, Failed, Finished, Request
 from gridsieve.services.generation.sampling.sampler import SamplingParams
-from gridsieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan, MediaSpan, TextSpan, positions_of
+from gridsieve.services.preprocessing.prompt.positions import (
+    GridSpan,
+    LinearSpan,
+    MediaSpan,
+    SharedSpan,
+    Span,
+    TextSpan,
+    clip_parts,
+    positions_of,
+)
 from tests.families import FAMILIES, FamilyUnderTest, load_reference, text_and_head
-from tests.oracle import Item, Text
+from tests.oracle import Clip, Item, Part, Text, items_of
 
 PAD_ID = 3
 BLOCK_TOKENS = 4
@@ -193,7 +203,7 @@ class TinyEngine:
     def ask(
         self,
         name: str,
-        parts: Sequence[Text | Item],
+        parts: Sequence[Part],
         params: SamplingParams,
         others: Sequence[SamplingParams] = (),
         adapter: str | None = None,
@@ -225,13 +235,13 @@ class TinyEngine:
 
 def make_request(
     name: str,
-    parts: Sequence[Text | Item],
+    parts: Sequence[Part],
     params: SamplingParams,
     adapter: Adapter | None = None,
     vocab_size: int = MAX_VOCABULARY,
     kind: type[Request] = Request,
 ) -> Asked:
-    items = [part for part in parts if isinstance(part, Item)]
+    items = items_of(parts)
     events: list[Event] = []
     num_kept, keys = [item.num_kept for item in items], [key_of(item) for item in items]
     prompt = PrunedPrompt(make_plan(parts), num_kept, vocab_size, bounded=[item.bounded for item in items])
@@ -259,16 +269,28 @@ def media_item(index: int, item: Item, kept: Sequence[int], slices: int | None =
     return MediaItem(index, np.array(arrived, np.int32), torch.from_numpy(room), 0, digest, tokens)
 
 
-def make_plan(parts: Sequence[Text | Item]) -> PromptPlan:
+def make_plan(parts: Sequence[Part]) -> PromptPlan:
     """The plan of preprocessing, with positions by preprocessing's own code."""
     ids: list[int] = []
-    spans: list[TextSpan | MediaSpan] = []
+    spans: list[Span] = []
     media: list[MediaPlan] = []
-    levels = 0
+    levels = max((len(item.deepstack) for item in items_of(parts)), default=0)
     for part in parts:
         if isinstance(part, Text):
             spans.append(TextSpan(len(part.ids)))
             ids += part.ids
+            continue
+        if isinstance(part, Clip):
+            of_video, of_sound = list[Run](), list[Run]()
+            ids.append(part.begin)
+            pictures = GridSpan(Grid(part.video.t, part.video.h, part.video.w), part.video.time_step or Fraction(0))
+            pieces = clip_parts(pictures, LinearSpan(part.sound.tokens), part.chunk)
+            spans += [SharedSpan(before=True), *pieces, SharedSpan(before=False)]
+            for span in pieces:
+                (of_sound if span.of_sound else of_video).append(Run(len(ids), span.tokens))
+                ids += [PAD_ID] * span.tokens
+            ids.append(part.end)
+            media += [_media_plan(part.video, of_video), _media_plan(part.sound, of_sound, is_sound=True)]
             continue
         runs: list[Run] = []
         for piece in _pieces(part):
@@ -280,7 +302,6 @@ def make_plan(parts: Sequence[Text | Item]) -> PromptPlan:
                 runs.append(Run(len(ids), piece.tokens))
                 ids += [PAD_ID] * piece.tokens
         media.append(_media_plan(part, runs))
-        levels = len(part.deepstack)
     return PromptPlan(np.array(ids, np.int32), positions_of(spans), tuple(media), levels, bytes(32))
 
 
@@ -295,7 +316,11 @@ def _pieces(item: Item) -> Iterator[Text | MediaSpan]:
     yield from (text for text in item.texts[-1:] if text.ids)
 
 
-def _media_plan(item: Item, runs: Sequence[Run]) -> MediaPlan:
+def _media_plan(item: Item, runs: Sequence[Run], is_sound: bool = False) -> MediaPlan:
+    if is_sound:
+        frames = FrameShape(1, (16, 4 * item.tokens), dtype=DType.FLOAT32)
+        grid = Grid(1, 1, item.tokens)
+        return MediaPlan(Modality.AUDIO, grid, tuple(runs), frames, None, (), bytes(32), heard_s=item.tokens / 25)
     return MediaPlan(
         modality=Modality.IMAGE if item.time_step is None else Modality.VIDEO,
         grid=Grid(item.t, item.h, item.w),

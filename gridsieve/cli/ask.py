@@ -30,6 +30,7 @@ from gridsieve.cli.options import (
     ThinkingOption,
     TimeoutOption,
     in_flags,
+    of_media,
     of_output,
     of_sampling,
     print_json,
@@ -51,8 +52,8 @@ def ask(
         list[str] | None,
         typer.Argument(
             metavar="[MEDIA]... QUESTION",
-            help="Videos and images, as files or URLs, or a folder with an index; then the question, unless -q is "
-            "given.",
+            help="Videos, images and sounds, as files or URLs, or a folder with an index; then the question, unless -q "
+            "is given.",
         ),
     ] = None,
     question: Annotated[
@@ -62,6 +63,7 @@ def ask(
     pruning: PruningFlags,
     clip: ClipFlags,
     num_frames: NumFramesOption = None,
+    audio: Annotated[bool, of_media("--audio", help="The model hears the sound of each video, too.")] = False,
     system: SystemOption = None,
     sampling: SamplingFlags,
     top_k: Annotated[int | None, of_sampling(help="Sample from this many of the most likely tokens; 0: all.")] = None,
@@ -105,10 +107,10 @@ def ask(
     timeout_s: TimeoutOption = None,
     access: AccessFlags,
 ) -> None:
-    """Ask a question about videos and images; the completion is streamed to stdout.
+    """Ask a question about videos, images and sounds; the completion is streamed to stdout.
 
-    Images are never pruned. All videos get the same pruning, by default the service's. In Python, each video can have
-    its own.
+    Images and sounds are never pruned. All videos get the same pruning, by default the service's. In Python, each
+    video can have its own.
 
     An argument that starts with http://, https://, file:// or data: is a URL. Preprocessing fetches the URL if its
     settings allow this. file:///path is a file on preprocessing's machine, below --media-root.
@@ -124,6 +126,8 @@ def ask(
 
     Example: gridsieve ask film.mkv "What happens?" --start-s 60 --end-s 90
 
+    Example: gridsieve ask talk.mp4 "What does she say about the map?" --audio
+
     Example: gridsieve ask https://example.org/clip.mp4 "What moves?" --json
 
     Example: gridsieve ask talk.mp4 "What happens, and when?" --captions talk.vtt
@@ -136,7 +140,9 @@ def ask(
     if captions_file:
         _check_captions(captions_file, locations, questions)
     folder = _folder(locations, clip, embedder)
-    media: Sequence[Part] = [] if folder else [clip.part(each, num_frames=num_frames) for each in locations]
+    media: Sequence[Part] = (
+        [] if folder else [clip.heard(each, audio=audio, num_frames=num_frames) for each in locations]
+    )
     history = system_message(system)
     options = Options(
         **pruning.options(),
@@ -239,7 +245,7 @@ def _folder(locations: Sequence[str], clip: ClipFlags, embedder: str | None) -> 
 
 def _looks_like_media(argument: str) -> bool:
     kind = mimetypes.guess_type(argument)[0] or ""
-    return not any(map(str.isspace, argument)) and kind.startswith(("video/", "image/"))
+    return not any(map(str.isspace, argument)) and kind.startswith(("video/", "image/", "audio/"))
 
 
 async def stream(

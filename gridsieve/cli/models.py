@@ -46,7 +46,8 @@ def _family_json(row: ModelFamily) -> dict[str, Any]:
 
 
 def _abilities(row: ModelFamily) -> str:
-    media = " and ".join(f"{kind.value}s" for kind in row.media)
+    *media, last = (kind.plural for kind in row.media)
+    taken = f"{', '.join(media)} and {last}" if media else last
     pruning = [
         f"pruned {where} the tower by {', '.join(methods)}"
         for where, acting in (("after", AFTER_TOWER), ("before", BEFORE_TOWER))
@@ -54,4 +55,4 @@ def _abilities(row: ModelFamily) -> str:
     ]
     if Modality.VIDEO in row.media and not pruning:
         pruning = ["not pruned"]
-    return "; ".join(filter(None, (media, *pruning, f"positions {row.positions}", row.limits)))
+    return "; ".join(filter(None, (taken, *pruning, f"positions {row.positions}", row.limits)))

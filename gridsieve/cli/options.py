@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +17,7 @@ import typer
 from gridsieve.client.credentials import Access
 from gridsieve.client.messages import IN_PYTHON
 from gridsieve.client.prompt import (
+    Audio,
     FrameOptions,
     Image,
     Message,
@@ -25,6 +26,7 @@ from gridsieve.client.prompt import (
     Sampling,
     Video,
     check_scheme,
+    file_name,
     is_url,
 )
 from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, path_of, steps_of
@@ -40,6 +42,7 @@ from gridsieve.common.contract.retention import (
     VCAST,
     VIDCOM2,
 )
+from gridsieve.common.media_files import is_sound
 from gridsieve.common.security.tokens import read_token
 
 # Options, by the panel of the help that they stand in.
@@ -54,6 +57,7 @@ _FLAGS = {
     "pruning.rate": "--pruning-rate",
     "pruning.method": "--pruning-method",
     "pruning.threshold": "--pruning-threshold",
+    "audio": "--audio",
     "adapter": "--adapter",
     "open.pruning": "--pruning-method",
     "open.source": "SOURCE",
@@ -181,20 +185,30 @@ class FrameFlags:
 
         more: other fields of the video.
         """
+        fields: dict[str, Any] = {**asdict(self), **more, self._source(location): location}
+        del fields["on_server"]
+        return Video(**fields)
+
+    def _source(self, location: str) -> str:
+        """The field of a part that says where an argument is. Raises BadParameter for a URL of another scheme."""
         try:
             check_scheme(location)
         except InvalidRequest as error:
             raise typer.BadParameter(str(error)) from error
-        fields: dict[str, Any] = {**asdict(self), **more}
-        on_server = fields.pop("on_server")
-        fields["url" if is_url(location) else "server_path" if on_server else "path"] = location
-        return Video(**fields)
+        return "url" if is_url(location) else "server_path" if self.on_server else "path"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipFlags(FrameFlags):
     start_s: Annotated[float | None, of_media(help="Start at this second of each video.")] = None
     end_s: Annotated[float | None, of_media(help="End at this second of each video.")] = None
+
+    def heard(self, location: str, *, audio: bool, **more: Any) -> Video | Audio:
+        """A sound, where an argument's name ends as one; else as `part`. audio: of a video: its sound is heard."""
+        if not is_sound(PurePath(file_name(location))):
+            return self.part(location, audio=audio, **more)
+        source: dict[str, Any] = {self._source(location): location}
+        return Audio(start_s=self.start_s, end_s=self.end_s, **source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,7 +332,7 @@ def _flag(field: str, messages: Sequence[Message]) -> str:
             return "--moments" if field == "sampling.moments" else "--grain-s"
         case "frame_sampling" | "sampling", _, *_:
             return f"--{field.partition('.')[2].replace('_', '-')}"
-        case "prompt", "messages", int(number), "parts", int(place), "image" | "video", *rest:
+        case "prompt", "messages", int(number), "parts", int(place), "image" | "video" | "audio", *rest:
             if (name := _media_name(messages, number, place)) is None or rest[:1] == ["embeds"]:
                 return field
             if rest in ([], ["data"], ["url"]):
@@ -338,7 +352,7 @@ def _media_name(messages: Sequence[Message], number: int, place: int) -> str | N
     """The file or URL of a media item; None where it is neither."""
     parts = messages[number].parts if number < len(messages) else ()
     part = parts[place] if place < len(parts) else None
-    if not isinstance(part, Image | Video):
+    if not isinstance(part, Image | Video | Audio):
         return None
     name = part.path or part.server_path or (part.url and part.url[:_NAME_CHARACTERS])
     return os.fspath(name) if name else None

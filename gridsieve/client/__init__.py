@@ -32,6 +32,7 @@ from gridsieve.client.live_events import LiveUsage as LiveUsage
 from gridsieve.client.live_events import Snapshots as Snapshots
 from gridsieve.client.live_events import StreamState as StreamState
 from gridsieve.client.live_events import WallClock as WallClock
+from gridsieve.client.prompt import Audio as Audio
 from gridsieve.client.prompt import Embeds as Embeds
 from gridsieve.client.prompt import FrameOptions as FrameOptions
 from gridsieve.client.prompt import Frames as Frames

@@ -67,7 +67,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class MediaUsage:
-    """Token counts of one image or video.
+    """Token counts of one image, video or sound. A video with `audio` has two, its own and that of its sound.
 
     grid: its tokens before pruning.
     repaired_frames: frames that could not be decoded and were replaced by the previous frame.
@@ -75,7 +75,8 @@ class MediaUsage:
     dropped_frames: frames that have the same time as another one, and are not shown.
     sampling_mode: how the frames of a video were chosen, as `Video.mode`; "" where nothing was sampled: of an image,
         embeddings, and frames that the caller named.
-    sampled_frames: how many different frames of a video the model is shown; 0 for an image and embeddings.
+    sampled_frames: how many different frames of a video the model is shown; 0 for an image, a sound and embeddings.
+    heard_s: how many seconds of a sound the model hears; 0 for others.
     first_slice_only: at this rate only the first temporal slice is kept, so the model sees no motion.
     """
 
@@ -88,6 +89,7 @@ class MediaUsage:
     dropped_frames: int = 0
     sampling_mode: str = ""
     sampled_frames: int = 0
+    heard_s: float = 0.0
 
     @property
     def pruning_rate(self) -> float:
@@ -97,7 +99,7 @@ class MediaUsage:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request; `media` has one entry for each image and video, in the prompt's order.
+    """Token counts of a request; `media` has one entry for each image, video and sound, in the prompt's order.
 
     prompt_tokens_full, prompt_tokens: before and after pruning.
     cached_prompt_tokens: how many of prompt_tokens were prefix cache hits; 0 in `Accepted`, before prefill.

@@ -71,8 +71,8 @@ class Encoded:
         """The embeddings in the form that a prompt takes in place of pixels, with the same time base.
 
         Raises InvalidRequest if tokens were pruned (a prompt needs all tokens of the grid), if this item was sent as
-        embeddings in the first place, if it is an image of several tiles whose tokens are put together, or a video
-        whose frames have slices.
+        embeddings in the first place, if it is a sound, an image of several tiles whose tokens are put together, or a
+        video whose frames have slices.
         """
         tokens, frames = self.plan.grid.tokens, self.plan.frames
         if self.kept.size != tokens:
@@ -85,6 +85,8 @@ class Encoded:
         if self.plan.modality is Modality.IMAGE and frames.count > 1 and frames.count != self.plan.grid.h:
             text = f"an image of {frames.count} tiles cannot be sent as embeddings"
             raise InvalidRequest(text, remedy="send the image again")
+        if self.plan.modality is Modality.AUDIO:
+            raise InvalidRequest("a sound cannot be sent as embeddings", remedy="send the sound again")
         if self.plan.brings_embeds:
             raise InvalidRequest("this item was sent as embeddings", remedy="pass the same Embeds again")
         seconds_per_slice, timestamps_s = _time_base(self.plan)
@@ -106,7 +108,7 @@ async def encode(
     cache_salt: str = "",
     **access: Unpack[Access],
 ) -> tuple[Encoded, ...]:
-    """Returns the embeddings of every image and video, in order.
+    """Returns the embeddings of every image, video and sound, in order.
 
     encoder: the encoder's address, host:port or unix:/path.
     media: as for `GridsieveClient.ask`.
@@ -158,7 +160,7 @@ def _time_base(item: MediaPlan) -> tuple[Fraction | None, tuple[float, ...]]:
 
     A slice's time is that of its first frame, or the midpoint of its first and last one. An image has neither.
     """
-    if item.modality is Modality.IMAGE or len(item.runs) != item.grid.t:
+    if item.modality is not Modality.VIDEO or len(item.runs) != item.grid.t:
         return item.seconds_per_grid, ()
     step, times = item.slice_frames, item.timestamps_s
     slices = (times[first : first + step] for first in range(0, len(times), step))
@@ -167,7 +169,7 @@ def _time_base(item: MediaPlan) -> tuple[Fraction | None, tuple[float, ...]]:
 
 def _encoded(plan: PromptPlan, index: int, pieces: list[encoder_pb2.EmbedsChunk], pruning: ItemPruning) -> Encoded:
     item, first = plan.media[index], pieces[0]
-    least = None if pruning.threshold is None or item.modality is Modality.IMAGE else 1
+    least = None if pruning.threshold is None or item.modality is not Modality.VIDEO else 1
     kept = received_kept(first, item.grid, num_kept(item.grid, pruning, item.modality), least)
     if kept is None:
         kept = np.arange(item.grid.tokens, dtype=np.int32)

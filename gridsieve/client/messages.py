@@ -23,6 +23,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from gridsieve.client.prompt import (
     EMBEDS_DTYPES,
     FRAME_SAMPLING,
+    Audio,
     Embeds,
     Frames,
     Image,
@@ -312,6 +313,14 @@ def _set_part(message: prompt_pb2.Part, part: Part, budget: _InlineBudget, name:
             _set_media(media, part, sampling, budget, name)
             if part.pruning is not None:
                 media.pruning.CopyFrom(pruning_message(part.pruning))
+            if isinstance(part, Video):
+                media.audio = part.audio
+        case Audio():
+            name = f"{name}.audio"
+            heard = {"start_s": part.start_s, "end_s": part.end_s}
+            sampling = _message(prompt_pb2.FrameSampling, f"{name}.frame_sampling", **heard)
+            message.audio.frame_sampling.CopyFrom(sampling)
+            _set_file(message.audio, part, budget, name)
 
 
 def _set_media(
@@ -323,7 +332,13 @@ def _set_media(
     message.frame_sampling.CopyFrom(sampling)
     if isinstance(part, Video) and part.frames is not None:
         _set_frames(message.frames, part.frames, budget, f"{name}.frames")
-    elif part.server_path is not None:
+    else:
+        _set_file(message, part, budget, name)
+
+
+def _set_file(message: prompt_pb2.Media, part: Image | Video | Audio, budget: _InlineBudget, name: str) -> None:
+    """Where the file is, or its content."""
+    if part.server_path is not None:
         message.MergeFrom(_message(prompt_pb2.Media, name, path=part.server_path))
     elif part.url is not None:
         budget.take_file(len(part.url), f"{type(part).__name__}.url")  # a data: URL may be long

@@ -1,4 +1,4 @@
-"""What a caller sends: turns of text, images and videos, and the options of a request.
+"""What a caller sends: turns of text, images, videos and sounds, and the options of a request.
 
 It knows nothing of protobuf (see `messages`). The services check ranges; only values that the protobuf request cannot
 express are rejected here.
@@ -26,6 +26,7 @@ from gridsieve.common.contract.retention import ItemPruning, named_method
 
 EMBEDS_DTYPES = ("float16", "bfloat16", "float32")
 _SOURCES = ("path", "data", "server_path", "url", "frames", "embeds")
+_SOUND_SOURCES = ("path", "data", "server_path", "url")
 _URL = re.compile(r"(?:https?|file)://[^/?#]*(?P<path>[^?#]*)|data:", re.IGNORECASE)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _LOGIN = re.compile(r"//[^/?#]*@")
@@ -140,6 +141,14 @@ class Pruning:
         ItemPruning(self.rate or 0.0, method, self.seed, self.threshold)
 
 
+def _check_one_source(part: object, sources: Sequence[str]) -> None:
+    """Raises InvalidRequest unless exactly one of these fields is set."""
+    given = [name for name in sources if getattr(part, name) is not None]
+    if len(given) != 1:
+        known, got = f"{', '.join(sources[:-1])} and {sources[-1]}", ", ".join(given) or "none"
+        raise InvalidRequest(f"{type(part).__name__} needs exactly one of {known}, got {got}")
+
+
 @dataclass(frozen=True, slots=True)
 class _Media:
     path: StrPath | None = None
@@ -163,11 +172,7 @@ class _Media:
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
-        sources = [name for name in _SOURCES if hasattr(self, name)]
-        given = [name for name in sources if getattr(self, name) is not None]
-        if len(given) != 1:
-            known, got = f"{', '.join(sources[:-1])} and {sources[-1]}", ", ".join(given) or "none"
-            raise InvalidRequest(f"{kind} needs exactly one of {known}, got {got}")
+        _check_one_source(self, [name for name in _SOURCES if hasattr(self, name)])
         useless = [name for name in FRAME_SAMPLING if getattr(self, name) is not None]
         if self.embeds is not None and useless:
             raise InvalidRequest("must not be set with embeds, which have no frames", field=f"{kind}.{useless[0]}")
@@ -211,11 +216,35 @@ class Video(_Media):
     max_slices: of each frame, as of an image; None: 1.
     None of these settings is allowed with embeds, which have no frames.
     pruning: of this video, before the request's.
+    audio: the model hears its sound, too, from the first frame to end_s, or to the end of the track. Not with embeds or
+        frames.
     Raises InvalidRequest unless exactly one source is given.
     """
 
     _: KW_ONLY
     frames: Frames | None = None
+    audio: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Audio:
+    """A sound, from exactly one of four sources: a sound file, or a video file, whose pictures are ignored.
+
+    path, data, server_path, url: as for Image. start_s, end_s: the part that is heard, in seconds; None: from the
+    start, to the end.
+    Raises InvalidRequest unless exactly one source is given.
+    """
+
+    path: StrPath | None = None
+    _: KW_ONLY
+    data: bytes | None = None
+    server_path: str | None = None
+    url: str | None = None
+    start_s: float | None = None
+    end_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_one_source(self, _SOUND_SOURCES)
 
 
 class FrameOptions(TypedDict, total=False):
@@ -229,7 +258,7 @@ class FrameOptions(TypedDict, total=False):
     allow_truncated: bool | None
 
 
-Part: TypeAlias = Text | Image | Video
+Part: TypeAlias = Text | Image | Video | Audio
 PartLike: TypeAlias = Part | StrPath
 """A part of a prompt, or the path or URL of a media file, which is a video or an image as its bytes are."""
 
@@ -425,7 +454,7 @@ def user_turn(media: PartLike | Sequence[PartLike] | None, text: str) -> Message
     """The user's turn: the media (and any Text among them), then the question; an empty question adds nothing."""
     if media is None:
         media = ()
-    elif isinstance(media, (Text, Image, Video, str, os.PathLike)):
+    elif isinstance(media, (Text, Image, Video, Audio, str, os.PathLike)):
         media = (media,)
     parts = [item if isinstance(item, Part) else media_of(item) for item in media]
     return Message("user", (*parts, Text(text)) if text else tuple(parts))

@@ -57,8 +57,15 @@ _LFS_POINTER = b"version https://git-lfs"
 _SAMPLE_BYTES = 64 * 1024
 _MAX_HEADER_BYTES = 100 * 2**20
 
-# Of checkpoints that came out before transformers had their class, which reads them.
-_RENAMED = {"NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni"}
+# Of checkpoints that came out before transformers had their class, which reads them; and of the parts that read of
+# models that also speak.
+_RENAMED = {
+    "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni",
+    "qwen2_5_omni_thinker": "qwen2_5_omni",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe",
+}
+# The part of config.json of such a model's part that reads.
+_THINKER = "thinker_config"
 
 # Buffers that modules compute. Old files have them, and transformers ignores them.
 _COMPUTED = re.compile(r"(^|\.)((original_)?inv_freq|position_ids)$")
@@ -120,7 +127,9 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> Fields:
-        return self.read_json("config.json")
+        """config.json. Of a model that also speaks, the fields of its part that reads go before those of the whole."""
+        whole = self.read_json("config.json")
+        return Fields(whole.file, {**whole.written, **whole.part(_THINKER).written})
 
     @property
     def name(self) -> str:

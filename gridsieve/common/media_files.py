@@ -1,4 +1,4 @@
-"""Which files of a folder are videos and images, by the endings of their names.
+"""Which files are videos, images and sounds, by the endings of their names.
 
 `mimetypes` knows what the machine's tables know, which is not the same everywhere: .mkv or .ts are often missing.
 """
@@ -31,6 +31,31 @@ VIDEO_SUFFIXES = frozenset(
     ]
 )
 IMAGE_SUFFIXES = frozenset(f".{name}" for name in ["avif", "bmp", "gif", "jpeg", "jpg", "png", "tif", "tiff", "webp"])
+SOUND_SUFFIXES = frozenset(
+    f".{name}"
+    for name in [
+        "aac",
+        "ac3",
+        "aif",
+        "aiff",
+        "amr",
+        "flac",
+        "m4a",
+        "mka",
+        "mp3",
+        "oga",
+        "ogg",
+        "opus",
+        "wav",
+        "weba",
+        "wma",
+    ]
+)
+
+
+def is_sound(path: PurePath) -> bool:
+    """Whether a file is a sound by its name."""
+    return path.suffix.lower() in SOUND_SUFFIXES
 
 
 def kind_of(path: PurePath) -> Literal["video", "image"] | None:

@@ -36,7 +36,8 @@ class ModelFamily:
     model_type: of config.json. models: published ones.
     folder: import name of the package with its code. prompt, tower, text: `module:object` in it: a function of a
         checkpoint to preprocessing's `Family`, a function of a checkpoint and `RunOptions` to the encoder's `Tower`,
-        and generation's `TextFamily`. They raise StartupError for a checkpoint that is not supported or incomplete.
+        and generation's `TextFamily`. sound: as tower, to the encoder's `SoundTower`; empty: it hears nothing. They
+        raise StartupError for a checkpoint that is not supported or incomplete.
     positions: of its language model, in words. limits: what it cannot do that others can, in words.
     media: what a prompt may hold.
     methods: the names in `METHODS` that its videos can be pruned by. why_not_all: for errors, why it lacks the others.
@@ -50,6 +51,7 @@ class ModelFamily:
     prompt: str
     tower: str = "tower:load"
     text: str = "text:FAMILY"
+    sound: str = ""
     positions: str
     limits: str = ""
     media: tuple[Modality, ...] = _BOTH
@@ -58,7 +60,7 @@ class ModelFamily:
     live: bool = False
     divisible: bool = False
 
-    def load(self, part: Literal["prompt", "tower", "text"]) -> Any:
+    def load(self, part: Literal["prompt", "tower", "text", "sound"]) -> Any:
         """Imports one of its parts. Raises StartupError for a row that names what its folder lacks."""
         return _imported(EntryPoint(self.model_type, f"{self.folder}.{getattr(self, part)}", GROUP))
 
@@ -117,6 +119,18 @@ FAMILIES = (
         positions="M-RoPE, time in seconds",
         live=True,
     ),
+    _QWEN(
+        model_type="qwen2_5_omni",
+        models="Qwen2.5-Omni, its thinker",
+        prompt="prompt:Qwen25Omni.from_checkpoint",
+        tower="tower:load_qwen2_5_omni",
+        text="text:QWEN2_5_OMNI",
+        sound="sound:load_sound_tower",
+        positions="M-RoPE, time in seconds",
+        limits="no spoken answers; sounds of at most 5 minutes",
+        media=tuple(Modality),
+        divisible=False,
+    ),
     _QWEN3(
         model_type="qwen3_vl",
         models="Qwen3-VL, its Embedding and Reranker",
@@ -131,6 +145,16 @@ FAMILIES = (
     ),
     _QWEN3_5(model_type="qwen3_5", models="Qwen3.5, 3.6, 3.8", text="text:QWEN3_5"),
     _QWEN3_5(model_type="qwen3_5_moe", models="Qwen3.5, 3.6, 3.8, mixture of experts", text="text:QWEN3_5_MOE"),
+    _QWEN(
+        model_type="qwen3_omni_moe",
+        models="Qwen3-Omni, its thinker",
+        prompt="prompt:Qwen3Omni.from_checkpoint",
+        tower="tower:load_qwen3_omni",
+        text="text:QWEN3_OMNI_MOE",
+        positions="M-RoPE, time in seconds",
+        limits="no audio",
+        live=True,
+    ),
     ModelFamily(
         model_type="cosmos3_edge",
         models="Cosmos 3 Edge, its model that reads",

@@ -20,7 +20,7 @@ def table() -> str:
 def _cells(row: ModelFamily) -> Iterator[str]:
     yield f"`{row.model_type}`"
     yield f"[{row.models}](../{row.folder.replace('.', '/')}/README.md)"
-    yield ", ".join(f"{kind.value}s" for kind in row.media)
+    yield ", ".join(kind.plural for kind in row.media)
     yield _pruning(row)
     yield row.positions
     yield "yes" if row.live else "–"

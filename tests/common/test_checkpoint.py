@@ -45,6 +45,16 @@ def test_a_fingerprint_covers_json_files_and_weights(
     assert Checkpoint(copy).fingerprint != fingerprint
 
 
+def test_the_part_that_reads_of_a_model_that_also_speaks_is_the_model(copy: Path) -> None:
+    thinker = {"model_type": "qwen3_omni_moe_thinker", "vision_config": {"patch_size": 16}}
+    whole = {"model_type": "qwen3_omni_moe", "dtype": "bfloat16", "thinker_config": thinker, "talker_config": {}}
+    (copy / "config.json").write_text(json.dumps(whole))
+    checkpoint = Checkpoint(copy)
+    assert checkpoint.model_type == "qwen3_omni_moe"
+    assert checkpoint.config.part("vision_config").whole("patch_size") == 16
+    assert checkpoint.config["dtype"] == "bfloat16"
+
+
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"
 
 

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +17,12 @@ from gridsieve.common.contract.errors import StartupError
 from gridsieve.families import FAMILIES, families, family_of
 from gridsieve.families.__main__ import table
 from gridsieve.services.encoder.tower.loading import load_tower
+from gridsieve.services.encoder.tower.sound import Sound
 from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.loading.text_family import TextFamily
 from gridsieve.services.preprocessing.layouts.family import load_family
 from tests.families import FAMILIES as TESTED
+from tests.families.qwen_omni import write_published
 
 ROOT = Path(__file__).parents[2]
 # A module of another distribution, which serves Qwen2.5-VL as a model type of its own.
@@ -51,6 +53,7 @@ def test_every_family_is_tested_and_its_row_names_what_its_folder_has() -> None:
         assert callable(row.load("prompt"))
         assert callable(row.load("tower"))
         assert isinstance(row.load("text"), TextFamily)
+        assert not row.sound or callable(row.load("sound"))
 
 
 def test_the_table_of_the_docs_is_that_of_the_rows() -> None:
@@ -74,6 +77,24 @@ def test_another_model_type_is_refused_with_those_that_are_served(tiny_checkpoin
     served = ", ".join(sorted(row.model_type for row in FAMILIES))
     with pytest.raises(StartupError, match=f"model_type 'llama'; supported: {served}"):
         family_of(_renamed(tiny_checkpoint, tmp_path / "llama", "llama"))
+
+
+def test_a_model_that_also_speaks_is_read_as_the_part_of_it_that_reads(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    thinker, cpu = Checkpoint(checkpoints("qwen2_5_omni")), torch.device("cpu")
+    whole = Checkpoint(write_published(tmp_path / "whole", thinker.folder))
+    assert load_family(whole) == load_family(thinker)
+    towers = [load_tower(each, "float32", cpu) for each in (whole, thinker)]
+    features, frames = torch.linspace(-1, 1, 16 * 90).view(16, 90), torch.arange(2 * 56 * 84 * 3).view(2, 56, 84, 3)
+    for given in (Sound(features), frames.remainder(256).to(torch.uint8)):
+        ((own,), (expected,)) = (tower.encode([given]) for tower in towers)
+        assert torch.equal(own, expected)
+    texts = [load_language_model(each, torch.float32, cpu) for each in (whole, thinker)]
+    for name, expected in texts[1].text.state_dict().items():
+        assert torch.equal(texts[0].text.state_dict()[name], expected), name
+    states = torch.ones(1, texts[0].hidden_size)
+    assert torch.equal(*(each.lm_head(states) for each in texts))
 
 
 @pytest.fixture

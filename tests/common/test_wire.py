@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from time import monotonic_ns
 from typing import Any, TypeAlias
@@ -58,6 +59,22 @@ def sliced_image(offset: int) -> MediaPlan:
     )
 
 
+def clip(offset: int) -> tuple[MediaPlan, MediaPlan]:
+    """A video and its sound, whose tokens take turns: 4 and 3, 4 and 2."""
+    sound = MediaPlan(
+        modality=Modality.AUDIO,
+        grid=Grid(1, 1, 5),
+        runs=(Run(offset + 4, 3), Run(offset + 11, 2)),
+        frames=FrameShape(1, (16, 21), dtype=DType.FLOAT32),
+        seconds_per_grid=None,
+        timestamps_s=(),
+        content_hash=bytes(range(32)),
+        fixed_tokens=True,
+        heard_s=0.21,
+    )
+    return replace(video(offset, Grid(2, 2, 2)), runs=(Run(offset, 4), Run(offset + 7, 4))), sound
+
+
 def plan_of(tokens: int, *media: MediaPlan) -> PromptPlan:
     rng = np.random.default_rng(tokens)
     ids = rng.integers(0, 2**31 - 1, tokens, dtype=np.int32)
@@ -80,6 +97,38 @@ def test_a_plan_survives_the_wire(before: int, t: int, h: int, w: int, after: in
     assert np.array_equal(received.input_ids, sent.input_ids)
     assert np.array_equal(received.positions, sent.positions)
     assert (received.media, received.embed_levels, received.fingerprint) == (sent.media, 3, b"f" * 32)
+
+
+def test_a_clip_and_its_sound_survive_the_wire() -> None:
+    media = (*clip(2), sliced_image(16))
+    assert receive(*wire.plan_messages(plan_of(24, *media))).media == media
+
+
+def no_sound(message: Message) -> None:
+    message.media[1].modality, message.media[1].heard_s = prompt_pb2.MODALITY_IMAGE, 0
+
+
+# Of a plan whose items are those of `clip` and one more video.
+FAULTS_OF_CLIPS: dict[str, Callable[[Message], Any]] = {
+    "an image between the parts of a video": no_sound,
+    "a sound that overlaps its video": lambda m: setattr(m.media[1].runs[1], "offset", 12),
+    "a sound that begins before its video": lambda m: setattr(m.media[1].runs[0], "offset", 0),
+    "a sound between the parts of two videos": lambda m: m.media.insert(1, m.media[2]),
+    "a sound of no seconds": lambda m: setattr(m.media[1], "heard_s", 0),
+    "a sound of endless seconds": lambda m: setattr(m.media[1], "heard_s", float("inf")),
+    "a video that is heard": lambda m: setattr(m.media[0], "heard_s", 1),
+    "a sound of rounded values": lambda m: setattr(m.media[1], "frame_dtype", tensor_pb2.DTYPE_UINT8),
+    "a sound of two frames": lambda m: setattr(m.media[1], "frames", 2),
+    "a sound of several rows": lambda m: (setattr(m.media[1].grid, "h", 5), setattr(m.media[1].grid, "w", 1)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_CLIPS)
+def test_an_inconsistent_clip_breaks_the_contract(fault: str) -> None:
+    (message,) = wire.plan_messages(plan_of(26, *clip(3), video(17, Grid(1, 1, 2))))
+    FAULTS_OF_CLIPS[fault](message)
+    with pytest.raises(PeerContract):
+        receive(message)
 
 
 def test_a_plan_of_128_k_tokens_is_sent_in_several_messages() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gridsieve.services.encoder.tower.graph_buckets import PackingLimit, Size, token_limit
+from gridsieve.services.encoder.tower.sound import Sound
 
 TIMEOUT_S = 10
 BUG, TOO_LARGE_WITH_OTHERS, TOO_LARGE = 13, 15, 16
@@ -18,11 +19,18 @@ BUG, TOO_LARGE_WITH_OTHERS, TOO_LARGE = 13, 15, 16
 def limit_of(tokens: int) -> PackingLimit:
     """A forward of so many tokens of slices of a `GatedTower`."""
 
-    def size_of(frames: Tensor) -> Size:
-        own = int(frames.reshape(-1)[1])
+    def size_of(frames: Tensor | Sound) -> Size:
+        _, own = _facts(frames)
         return Size(own, 1, 0, own)
 
     return PackingLimit(token_limit(tokens), size_of)
+
+
+def _facts(frames: Tensor | Sound) -> tuple[int, int]:
+    """Name and tokens of a slice or a sound."""
+    values = frames.features if isinstance(frames, Sound) else frames
+    name, tokens = values.reshape(-1)[:2].tolist()
+    return int(name), int(tokens)
 
 
 class GatedTower:
@@ -39,8 +47,8 @@ class GatedTower:
         self.started = threading.Semaphore(0)
         self.gate = threading.Semaphore(0)
 
-    def encode(self, slices: Sequence[Tensor], adapter: bytes = b"") -> list[Tensor]:
-        named = [(int(frames.reshape(-1)[0]), int(frames.reshape(-1)[1])) for frames in slices]
+    def encode(self, slices: Sequence[Tensor | Sound], adapter: bytes = b"") -> list[Tensor]:
+        named = [_facts(frames) for frames in slices]
         names = [name for name, _ in named]
         self.forwards.append(names)
         self.adapters.append(adapter)

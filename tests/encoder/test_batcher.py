@@ -21,6 +21,7 @@ from torch import Tensor
 from gridsieve.common.contract.errors import Unavailable
 from gridsieve.common.yielding import begin_call
 from gridsieve.services.encoder.items.batcher import Batcher, ForwardTimes
+from gridsieve.services.encoder.tower.sound import Sound
 from tests.encoder.gated_tower import BUG, TIMEOUT_S, TOO_LARGE, TOO_LARGE_WITH_OTHERS, GatedTower, limit_of
 
 Submitted = tuple[Future[ForwardTimes], Tensor]
@@ -94,6 +95,19 @@ def test_a_forward_has_the_adapter_of_the_first_slice_in_the_queue(
     # 6 would have fitted beside 1 and 3, and does not overtake 5.
     assert tower.forwards == [[0], [1, 3], [2], [4, 7], [5, 6]]
     assert tower.adapters == [b"", b"a", b"b", b"", b"a"]
+
+
+def test_sounds_and_frames_have_forwards_of_their_own_in_the_order_of_the_queue(
+    tower: GatedTower, submit: Submit, batcher: Batcher
+) -> None:
+    encoded = []
+    for name, is_sound, tokens in [(1, True, 4), (2, False, 4), (3, True, 4), (4, False, 4), (5, True, 4)]:
+        values, target = torch.tensor([name, tokens]), torch.zeros(1, tokens, 2)
+        encoded.append(batcher.submit(Sound(values) if is_sound else values, target))
+    tower.open()
+    for each in encoded:
+        each.result(TIMEOUT_S)
+    assert tower.forwards == [[0], [1, 3], [2, 4], [5]]
 
 
 def test_a_batch_whose_slices_were_all_cancelled_at_the_last_moment_is_skipped(

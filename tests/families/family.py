@@ -46,6 +46,7 @@ class FamilyUnderTest:
     stored: the vectors of `model` that prompts name, by their ids, which follow the vocabulary.
     channels_last: a patch's values are in the order y, x, channel.
     model_type: of its config.json, where that is not its name in FAMILIES.
+    hears: it takes sounds, too.
     inputs: what the processor gives `model` for a plan and the frames of its items, by the checkpoint's folder and its
         config; None: `tests/integration/reference.py` knows.
     """
@@ -66,6 +67,7 @@ class FamilyUnderTest:
     channels_last: bool = False
     model_type: str = ""
     lm_head: str = "lm_head.weight"
+    hears: bool = False
     inputs: Callable[[PromptPlan, Mapping[int, bytearray], Path, Any], dict[str, Tensor]] | None = None
 
     @property

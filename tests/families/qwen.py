@@ -17,6 +17,8 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
+    Qwen3OmniMoeThinkerConfig,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -90,10 +92,11 @@ def _write(
     pixels: tuple[Any, Any] = ((64 * 64, 192 * 192), (4 * 64 * 64, 16 * 128 * 128)),
     name: str = "Qwen3VL",
     change: Callable[[Any], object] = id,
+    others: Mapping[str, Any] = {},
 ) -> Path:
     """classes: of config and model. text: what differs in the text config. pixels: least and most of images and videos.
 
-    name: that the classes of processors begin with. change: of the tokenizer.
+    name: that the classes of processors begin with. change: of the tokenizer. others: fields of the config.
     """
     tokenizer = make_tokenizer(TINY)
     change(tokenizer)
@@ -107,6 +110,7 @@ def _write(
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=False,
+        **others,
     )
     image, video = (
         {
@@ -162,6 +166,22 @@ def write_qwen3_vl_moe(folder: Path, seed: int, moe_intermediate: int = 48, text
     return _write(folder, seed, (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration), QWEN3_VL, experts)
 
 
+def write_qwen3_omni_moe(folder: Path, seed: int) -> Path:
+    """The thinker, with its sound tower."""
+    sound = {"num_mel_bins": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48}
+    sound |= {"d_model": 32, "output_dim": 64, "downsample_hidden_size": 8, "n_window_infer": 200}
+    return _write(
+        folder,
+        seed,
+        (Qwen3OmniMoeThinkerConfig, Qwen3OmniMoeThinkerForConditionalGeneration),
+        QWEN3_VL,
+        {**EXPERTS, "moe_intermediate_size": 48},
+        pixels=((64 * 64, 192 * 192), (64 * 64, 128 * 128)),
+        name="Qwen2VL",
+        others={"audio_config": sound, "position_id_per_seconds": 12},
+    )
+
+
 def write_qwen3_5(folder: Path, seed: int, text: Mapping[str, Any] | None = None) -> Path:
     """text: what differs of its text config."""
     return _write(folder, seed, (Qwen3_5Config, Qwen3_5ForConditionalGeneration), QWEN3_5, text or {})
@@ -190,5 +210,13 @@ FAMILIES = {
         ),
         Qwen3_5MoeForConditionalGeneration,
         **_QWEN3,
+    ),
+    "qwen3_omni_moe": FamilyUnderTest(
+        write_qwen3_omni_moe,
+        Qwen3OmniMoeThinkerForConditionalGeneration,
+        patch_px=16,
+        temporal_patch=2,
+        levels=2,
+        text_prefix="model.",
     ),
 }

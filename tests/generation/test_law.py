@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from gridsieve.services.generation.engine.payoff import Payoff
 from gridsieve.services.generation.sampling.sampler import SamplingParams
-from tests.law import Question, answer, assert_law, item, question, text
-from tests.oracle import Item, Text
+from tests.law import Question, answer, assert_law, item, question, sound, text
+from tests.oracle import Clip, Item, Text
 from tests.tiny import BLOCK_TOKENS, Models, TinyEngine, load_models, random_item
 
 # The two with most parts: recurrent states; three axes, text between slices, and levels that are added to rows.
 MOST = pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"], scope="module")
 # Heads of which a half is rotated in pairs, one-dimensional positions without and with text between slices, stored
 # vectors between rows, whole grids, and experts.
-OTHERS = ("glm4v", "internvl", "llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe")
+OTHERS = ("glm4v", "internvl", "llava", "llava_onevision", "qwen2_vl", "qwen2_5_omni", "qwen2_5_vl", "qwen3_vl_moe")
 LAW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
@@ -90,11 +90,32 @@ def assert_law_of_any_mix(models: Models, data: st.DataObject, payoff: Payoff | 
 def begins_like(data: st.DataObject, models: Models, other: Question) -> Question:
     """A question with the first parts of another, of which the last item may be pruned otherwise or be another item."""
     parts = list(other.parts[: data.draw(st.integers(1, len(other.parts)))])
-    if isinstance(parts[-1], Item) and data.draw(st.booleans()):
+    if isinstance(parts[-1], Clip) and data.draw(st.booleans()):
+        parts[-1] = replace(parts[-1], sound=data.draw(sound(models.family)))
+    elif isinstance(parts[-1], Item) and data.draw(st.booleans()):
         parts[-1] = data.draw(
             st.one_of(st.just(replace(parts[-1], rate=0.5)), item(models.family, video=bool(parts[-1].time_step)))
         )
     return Question((*parts, data.draw(text())), data.draw(st.integers(1, 12)))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_omni"], scope="module")
+def test_of_a_clip_with_another_sound_only_what_comes_before_it_is_in_the_cache(models: Models) -> None:
+    """Its first pictures are, but not those after the first seconds of sound, although the video is the same."""
+    video = random_item(models.family, (4, 2, 2), Fraction(3), rate=0.25, method="random")
+    heard = [replace(random_item(models.family, (1, 1, 14), None, seed=seed), linear=True) for seed in (1, 2)]
+    questions = [
+        Question((Text(tuple(range(10, 19))), Clip(video, sound, 5, 8, 9), Text((20 + number, 21))), 3)
+        for number, sound in enumerate((heard[0], heard[1], heard[0]))
+    ]
+    engine = TinyEngine(models.engine)
+    asked = [each for question in questions for each in answer(engine, [question])]
+    assert [each.spared for each in asked] == [(), (), (0, 1)]
+    # The text, the token around the clip, and the pictures before the first sound.
+    before = 10 + sum(token < 8 for token in questions[0].kept[0])
+    assert asked[1].request.cached_tokens == before // BLOCK_TOKENS * BLOCK_TOKENS
+    assert asked[2].request.cached_tokens > before
+    assert_law(models, engine, questions, asked)
 
 
 @pytest.mark.parametrize("family", ["llava_onevision", "qwen3_5", "qwen3_vl"], scope="module")

@@ -79,7 +79,7 @@ def item(plan: PromptPlan) -> MediaItem:
     return MediaItem(0, None, torch.zeros(1, plan.media[0].grid.tokens, 1), 0, bytes(32))
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"], scope="module")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_omni_moe"], scope="module")
 def test_a_session_is_laid_out_like_one_conversation(family_checkpoint: Path) -> None:
     """A slice after a pause, a question, one more after its answer, which ends at its limit, and another slice."""
     times_s = (0.0, 0.5, 1.0, 1.5, 5.0, 5.5, 6.0, 6.5, 7.0, 7.5)

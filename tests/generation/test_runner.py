@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -110,6 +111,25 @@ def test_cosmos3_edge_loads_as_published_and_as_transformers_saves_it(
     towers = [load_tower(Checkpoint(each), "float32", CPU) for each in (folder, own)]
     picture = torch.arange(64 * 96 * 3).remainder(251).to(torch.uint8).view(1, 64, 96, 3)
     assert torch.equal(*(tower.encode([picture])[0] for tower in towers))
+
+
+def test_of_a_model_that_also_speaks_the_part_that_reads_is_loaded(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    thinker = checkpoints("qwen3_omni_moe")
+
+    def rename(weights: dict[str, Tensor]) -> None:
+        for name in list(weights):
+            weights[f"thinker.{name}"] = weights.pop(name)
+        weights |= {f"{part}.model.norm.weight": torch.ones(3) for part in ("talker", "code2wav")}
+
+    whole = changed(thinker, tmp_path / "whole", rename)
+    config = {"model_type": "qwen3_omni_moe", "thinker_config": json.loads((thinker / "config.json").read_text())}
+    (whole / "config.json").write_text(json.dumps(config))
+    assert answer(load(whole)) == answer_of_transformers("qwen3_omni_moe", thinker)
+    towers = [load_tower(Checkpoint(each), "float32", CPU) for each in (whole, thinker)]
+    frames = torch.arange(2 * 64 * 96 * 3).remainder(251).to(torch.uint8).view(2, 64, 96, 3)
+    assert torch.equal(*(tower.encode([frames])[0] for tower in towers))
 
 
 # Of the two matrices of an expert the first is square at 32, the second at 64: those are taken as they are.

@@ -84,7 +84,7 @@ def test_json_is_one_object(gridsieve: Run, address: str, clip: str) -> None:
     assert printed["usage"]["media"][0] == {
         "modality": "video", "grid": {"t": 2, "h": 2, "w": 2}, "num_kept": 4,
         "repaired_frames": 3, "first_slice_only": True, "missing_frames": 0, "dropped_frames": 0, "pruning_rate": 0.5,
-        "sampling_mode": "", "sampled_frames": 0,
+        "sampling_mode": "", "sampled_frames": 0, "heard_s": 0.0,
     }  # fmt: skip
     assert printed["timings"]["decode_s"] == 0.5
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from gridsieve import Embeds, Frames, Grid, Image, Message, Pruning, Text, Video
+from gridsieve import Audio, Embeds, Frames, Grid, Image, Message, Pruning, Text, Video
 from gridsieve.client.messages import generate_request
 from gridsieve.client.prompt import Options, user_turn
 from gridsieve.common.contract import errors
@@ -52,6 +52,20 @@ def test_media_precede_the_question_in_their_order(tmp_path: Path, monkeypatch: 
     assert (clip.video.data, photo.video.data, text.text) == (b"clip", b"photo", "and")
     assert (film.video.path, question.text) == ("films/a.mp4", "What differs?")
     assert [part.text for part in parts_of(None, "Hello?")] == ["Hello?"]
+
+
+def test_sounds_and_the_wish_to_hear_a_video_are_sent(tmp_path: Path) -> None:
+    (tmp_path / "bell.wav").write_bytes(b"bell")
+    media = [
+        Audio(tmp_path / "bell.wav", start_s=1, end_s=2.5),
+        Audio(url="https://a.test/b.mp3"),
+        Video(data=b"v", audio=True),
+    ]
+    own, fetched, clip, _ = parts_of(media)
+    assert (own.audio.data, own.audio.frame_sampling.start_s, own.audio.frame_sampling.end_s) == (b"bell", 1, 2.5)
+    assert (fetched.audio.url, clip.video.audio) == ("https://a.test/b.mp3", True)
+    with rejected("Audio needs exactly one of path, data, server_path and url, got none"):
+        Audio()
 
 
 @pytest.mark.parametrize("location", ["HTTPS://a.test/clip", "FILE:///a/photo.jpg", "data:image/png;base64,AAAA"])

@@ -82,7 +82,7 @@ def parts_of_plan(plan: PromptPlan, embeds: NDArray[np.float32], config: Any) ->
     for run in item.runs:
         texts.append(Text(tuple(ids[end : run.offset])))
         end = run.end
-    per_second = getattr(config.vision_config, "tokens_per_second", None)
+    per_second = getattr(config.vision_config, "tokens_per_second", getattr(config, "position_id_per_seconds", None))
     step = (item.seconds_per_grid or 0) * Fraction(str(per_second)) if per_second else Fraction(1)
     video = Item(
         item.grid.t,

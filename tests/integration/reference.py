@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gridsieve.client.answer import Answer
 from gridsieve.client.encoding import Encoded
@@ -92,9 +93,31 @@ async def inputs_of_prompt(
     for item in plan.media:
         for run in item.runs:
             types[0, run.offset : run.end] = 1 if item.modality is Modality.IMAGE else 2
+    if config.model_type == "qwen2_5_omni_thinker":
+        return _omni(plan, frames, ids, folder, family)
     if config.model_type.startswith("glm"):
         return _slices_as_images(plan, frames, ids, types.clamp(max=1), folder, family)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": types,
+        **_pictures(plan, frames, folder, family),
+    }
+    steps = [float(item.seconds_per_grid) for item in plan.media if item.seconds_per_grid]
+    if steps and config.model_type == "qwen2_5_vl":
+        inputs["second_per_grid_ts"] = torch.tensor(steps)
+    if config.model_type == "qwen3_omni_moe_thinker":
+        del inputs["mm_token_type_ids"]
+        if steps:
+            inputs["video_second_per_grid"] = torch.tensor(steps)
+    return inputs
+
+
+def _pictures(
+    plan: PromptPlan, frames: Mapping[int, bytearray], folder: Path, family: FamilyUnderTest
+) -> dict[str, Tensor]:
+    """Patches and grids of images and of videos."""
+    inputs = {}
     for modality, pixels, grids in (
         (Modality.IMAGE, "pixel_values", "image_grid_thw"),
         (Modality.VIDEO, "pixel_values_videos", "video_grid_thw"),
@@ -111,9 +134,28 @@ async def inputs_of_prompt(
             )
             sides = [(item.grid.t, item.grid.h * family.merge, item.grid.w * family.merge) for _, item in items]
             inputs[grids] = torch.tensor(sides)
+    return inputs
+
+
+def _omni(
+    plan: PromptPlan, frames: Mapping[int, bytearray], ids: Tensor, folder: Path, family: FamilyUnderTest
+) -> dict[str, Any]:
+    """What Qwen2.5-Omni's processor makes; either all videos have their sound, or none."""
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs |= _pictures(plan, frames, folder, family)
     steps = [float(item.seconds_per_grid) for item in plan.media if item.seconds_per_grid]
-    if steps and config.model_type == "qwen2_5_vl":
-        inputs["second_per_grid_ts"] = torch.tensor(steps)
+    inputs |= {"video_second_per_grid": torch.tensor(steps)} if steps else {}
+    sounds = [
+        torch.from_numpy(np.frombuffer(frames[index], np.float32).reshape(item.frames.size_px).copy())
+        for index, item in enumerate(plan.media)
+        if item.modality is Modality.AUDIO
+    ]
+    if sounds:
+        longest = max(each.shape[1] for each in sounds)
+        inputs["input_features"] = torch.stack([pad(each, (0, longest - each.shape[1])) for each in sounds])
+        lengths = torch.tensor([each.shape[1] for each in sounds])
+        inputs["feature_attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
+        inputs["use_audio_in_video"] = any(len(item.runs) > 1 for item in plan.media if item.seconds_per_grid)
     return inputs
 
 

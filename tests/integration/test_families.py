@@ -32,7 +32,10 @@ QUESTION = "What moves?"
 GREEDY: Any = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "logprobs": True, "timeout_s": 60}
 # The others differ from these in a tower or a text model, which tests of the encoder and of generation cover; MiniCPM-V
 # 4.7 has the text model of Qwen3.5.
-DEEP = ("cosmos3_edge", "glm4v", "glm46v", "glm4v_moe", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
+DEEP = (
+    *("cosmos3_edge", "glm4v", "glm46v", "glm4v_moe", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe"),
+    "qwen3_vl_moe",
+)
 FAMILY_PARAMS = ["qwen2_5_vl", "qwen3_vl", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP)]
 
 

@@ -197,9 +197,14 @@ REFUSED = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "must be set"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "must be set"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "output_audio"}]}]},
         "messages[0].content[0].type",
         "text",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+        "messages[0].content[0].input_audio",
+        "must be set",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},

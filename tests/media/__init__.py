@@ -1,14 +1,16 @@
-"""Generates real media for tests: H.264 clips and pictures."""
+"""Generates real media for tests: H.264 clips, pictures and sounds."""
 
 from __future__ import annotations
 
 import io
 import tempfile
+import wave
 from fractions import Fraction
 from pathlib import Path
 
 import av
 import numpy as np
+from av.audio.stream import AudioStream
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 from PIL import Image
@@ -41,6 +43,52 @@ def clip(
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
             container.mux(stream.encode())
         return Path(file.name).read_bytes()
+
+
+def with_sound(clip: bytes, samples: NDArray[np.float32], rate: int = 16_000, begin_s: float = 0.0) -> bytes:
+    """A Matroska file of a clip's pictures, and of these samples, float32 [N], without loss to 16 bits. begin_s: when
+    the first of them is heard."""
+    file = io.BytesIO()
+    with av.open(io.BytesIO(clip), "r") as pictures, av.open(file, "w", format="matroska") as container:
+        video = container.add_stream_from_template(pictures.streams.video[0])
+        sound = container.add_stream("flac", rate=rate, layout="mono")
+        assert isinstance(sound, AudioStream)
+        sound.codec_context.format = "s16"
+        for packet in pictures.demux(video=0):
+            if packet.size:
+                packet.stream = video
+                container.mux(packet)
+        for first in range(0, samples.size, 4096):
+            part = levels(samples[first : first + 4096])[None]
+            frame = av.AudioFrame.from_ndarray(part, format="s16", layout="mono")
+            frame.sample_rate, frame.time_base = rate, Fraction(1, rate)
+            frame.pts = round(begin_s * rate) + first
+            container.mux(sound.encode(frame))
+        container.mux(sound.encode())
+    return file.getvalue()
+
+
+def sound(samples: NDArray[np.float32], rate: int = 16_000) -> bytes:
+    """A WAV of these samples, float32 [N], in 16 bits."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as made:
+        made.setnchannels(1)
+        made.setsampwidth(2)
+        made.setframerate(rate)
+        made.writeframes(levels(samples).tobytes())
+    return file.getvalue()
+
+
+def chirp(lasts_s: float, seed: int = 0, rate: int = 16_000) -> NDArray[np.float32]:
+    """A tone that rises, and some noise: float32 [N], of values that 16 bits have."""
+    at = np.arange(round(lasts_s * rate)) / rate
+    tone = 0.4 * np.sin(2 * np.pi * (200 + 150 * seed + 300 * at) * at)
+    noise = np.random.default_rng(seed).uniform(-0.1, 0.1, at.size)
+    return levels((tone + noise).astype(np.float32)).astype(np.float32) / np.float32(2**15)
+
+
+def levels(samples: NDArray[np.float32]) -> NDArray[np.int16]:
+    return (samples * 2**15).round().clip(-(2**15), 2**15 - 1).astype(np.int16)
 
 
 def picture(width: int, height: int, seed: int = 0) -> bytes:

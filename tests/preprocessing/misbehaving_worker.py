@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gridsieve.common.sealed_memory import sealed
+from gridsieve.services.preprocessing.sound.track import decode_sound, read_sound
 from gridsieve.services.preprocessing.workers import worker
 from gridsieve.services.preprocessing.workers.worker import Piece, Task
 
@@ -104,6 +106,13 @@ def confined(task: Task) -> Generator[Piece, None, None]:
     )
 
 
+def hear(task: Task) -> Generator[Piece, None, None]:
+    """A second of the sound at 16 kHz."""
+    index = read_sound(task.source)
+    assert index
+    yield Piece({}, decode_sound(task.source, index, Fraction(0), Fraction(1), 16_000, task.progress))
+
+
 def _outcome(attempt: Callable[[], object]) -> str:
     try:
         attempt()
@@ -120,5 +129,5 @@ def _is_open(descriptor: int) -> bool:
 
 
 def main() -> None:
-    own: dict[str, Any] = {each.__name__: each for each in (count, crash, hang, end, bug, fork, say, confined)}
+    own: dict[str, Any] = {each.__name__: each for each in (count, crash, hang, end, bug, fork, say, confined, hear)}
     worker.main({**worker.JOBS, **own})

@@ -221,7 +221,7 @@ INLINE = [video(url="data:," + "x" * 9 * 2**20), video(bytes(8 * 2**20))]
         ([PreprocessRequest(prompt=prompt_pb2.Prompt())], "prompt.messages must hold at least one message"),
         ([prompt_of()], r"prompt.messages\[0\].parts must hold at least one part"),
         ([prompt_of(text(""), text(""))], "no media and only empty text"),
-        ([prompt_of(prompt_pb2.Part())], r"prompt.messages\[0\].parts\[0\] must hold text, image or video"),
+        ([prompt_of(prompt_pb2.Part())], r"prompt.messages\[0\].parts\[0\] must hold text, image, video or audio"),
         ([PreprocessRequest(prompt=WITHOUT_ROLE)], r"\[0\].role must be system, user, assistant or tool, got 0"),
         ([prompt_of(text("x"), video())], r"parts\[1\].video must hold data, data_bytes, url, path, frames or embeds"),
         (

@@ -4,7 +4,7 @@
     ├── InvalidRequest        INVALID_ARGUMENT     a value outside its range, a missing field
     │   ├── PromptTooLong     INVALID_ARGUMENT     a prompt that can never fit
     │   ├── MediaRejected     INVALID_ARGUMENT     media that cannot be read, or exceeds a limit
-    │   └── MediaDamaged      INVALID_ARGUMENT     too many frames that cannot be decoded
+    │   └── MediaDamaged      INVALID_ARGUMENT     too many frames or packets that cannot be decoded
     ├── Unauthenticated       UNAUTHENTICATED      no token, or an unknown one
     ├── MediaForbidden        PERMISSION_DENIED    media outside the allowed folders and hosts
     ├── Overloaded            RESOURCE_EXHAUSTED   a full queue or cache; carries a retry hint
@@ -91,13 +91,13 @@ class PromptTooLong(InvalidRequest):
 
 
 class MediaRejected(InvalidRequest):
-    """An image or a video cannot be fetched or read, or exceeds a limit."""
+    """An image, a video or a sound cannot be fetched or read, or exceeds a limit."""
 
     reason = "MEDIA_REJECTED"
 
 
 class MediaDamaged(InvalidRequest):
-    """More than a tenth of a video's frames are missing or cannot be decoded, or an image cannot be."""
+    """More than a tenth of a video's frames, or of a sound's packets, are missing or damaged, or an image is."""
 
     reason = "MEDIA_DAMAGED"
 

@@ -36,7 +36,8 @@ MAX_PROMPT_TOKENS = 2**22
 # Positions of the completion, which come after it, must be int32 as well.
 MAX_POSITION = 2**31 - 1 - MAX_PROMPT_TOKENS
 MAX_FRAME_SIDE_PX = 2**15
-# Of the values of frames, which are levels from 0 to 255: rounded, or as resampling made them, some beyond these ends.
+# Of the values of frames, which are levels from 0 to 255: rounded, or as resampling made them, some beyond these ends;
+# the features of sounds are float32, too.
 FRAME_DTYPES = (DType.UINT8, DType.FLOAT32)
 DIGEST_BYTES = 32
 # Which frames of a video are sampled: evenly spread ones, keyframes alone, or the first of each shot before others.
@@ -47,11 +48,17 @@ _SALT_DOMAIN = b"gridsieve salted v1"
 class Modality(Enum):
     IMAGE = "image"
     VIDEO = "video"
+    AUDIO = "audio"
+
+    @property
+    def plural(self) -> str:
+        """Several of them, in words."""
+        return "sounds" if self is Modality.AUDIO else f"{self.value}s"
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A media item's tokens after spatial merging: t temporal slices of h rows and w columns."""
+    """A media item's tokens after spatial merging: t temporal slices of h rows and w columns; of a sound one row."""
 
     t: int
     h: int
@@ -96,8 +103,8 @@ class FrameShape:
     """How many frames of an item are sent, and their sizes after resizing. The default: none.
 
     count: pictures that are sent. An image has 1, and each of its tiles is one more. A video has its frames, and each
-        tile of each frame. 0 if the prompt brought the item's embeddings.
-    size_px: of each frame, but for tiles of another size; (0, 0) without frames.
+        tile of each frame. A sound has 1, its features. 0 if the prompt brought the item's embeddings.
+    size_px: of each frame, but for tiles of another size; of a sound its mel bands and moments; (0, 0) without frames.
     tile_px: of tiles, which are all frames of a picture but the first; None if these have the first one's size.
     tile_columns: of an image whose frames are the whole picture and then its tiles, row by row, or of a video each of
         whose frames is sent so: the tiles' columns, else 0.
@@ -139,18 +146,19 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class MediaPlan:
-    """One image or video: where its tokens are in the prompt, and its frames.
+    """One image, video or sound: where its tokens are in the prompt, and its frames.
 
     grid: in merged tokens.
     runs: sorted and disjoint, in grid order, grid.tokens in total.
     frames: those that preprocessing sends when the item is selected.
-    seconds_per_grid: time between temporal slices; None for an image.
-    timestamps_s: presentation time of each frame; empty for an image.
+    seconds_per_grid: time between temporal slices; None for an image and a sound.
+    timestamps_s: presentation time of each frame; empty for an image and a sound.
     content_hash: 32 bytes; they differ if the pixels, their times or the given embeddings could differ.
     fixed_tokens: whether the tokens of a frame are not in proportion to its pixels.
     timed_by_first: whether the time of a slice in the text is that of its first frame, else the middle of its frames.
     sampling_mode: one of SAMPLING_MODES; empty where nothing was sampled: of an image, given embeddings, and frames
         that the caller named.
+    heard_s: how many seconds of a sound are heard; 0 for others.
     """
 
     modality: Modality
@@ -164,6 +172,7 @@ class MediaPlan:
     fixed_tokens: bool = False
     timed_by_first: bool = False
     sampling_mode: str = ""
+    heard_s: float = 0.0
 
     def __post_init__(self) -> None:
         held = sum(run.length for run in self.runs)
@@ -174,11 +183,12 @@ class MediaPlan:
                 raise ValueError(f"runs overlap or are out of order: {before}, {after}")
         self._check_frames()
         self._check_times()
+        self._check_sound()
         if len(self.content_hash) != DIGEST_BYTES:
             raise ValueError(f"content_hash must have {DIGEST_BYTES} bytes, got {len(self.content_hash)}")
 
     def _check_frames(self) -> None:
-        frames, tile_px, is_image = self.frames, self.frames.tile_px, self.modality is Modality.IMAGE
+        frames, tile_px, is_still = self.frames, self.frames.tile_px, self.modality is not Modality.VIDEO
         if not 0 <= frames.count <= MAX_PROMPT_TOKENS:
             raise ValueError(f"frames must be between 0 and {MAX_PROMPT_TOKENS}, got {frames.count}")
         min_px, max_px = (1, MAX_FRAME_SIDE_PX) if frames.count else (0, 0)
@@ -195,23 +205,24 @@ class MediaPlan:
         columns, tiles = frames.tile_columns, self.pictures - 1
         if columns and not (0 < columns <= tiles and tiles % columns == 0):
             raise ValueError(f"{tiles} tiles of a picture do not fill rows of {columns}")
-        if columns and not is_image and frames.count != self.grid.t * self.pictures:
+        if columns and not is_still and frames.count != self.grid.t * self.pictures:
             raise ValueError(f"{frames.count} frames are not {self.grid.t} slices of {self.pictures} pictures")
         pixels = math.prod(frames.size_px) + (frames.count - 1) * math.prod(frames.frame_px(1))
         if frames.count and pixels < self.grid.tokens:
             raise ValueError(f"frames of {frames.size_px} pixels are too small for a grid of {self.grid}")
         if group := frames.group_frames:
-            if is_image or columns or group < 0:
+            if is_still or columns or group < 0:
                 raise ValueError(f"only a video without tiles has groups, of at least one frame, got {group}")
             if -(-frames.count // group) != self.grid.t:
                 raise ValueError(f"{frames.count} frames in groups of {group} are not {self.grid.t} slices")
 
     def _check_times(self) -> None:
         times, step = self.timestamps_s, self.seconds_per_grid
-        if self.modality is Modality.IMAGE and (self.grid.t > 1 or times):
-            raise ValueError(f"an image has one slice and no times, got {self.grid} and {len(times)}")
-        if (self.modality is Modality.VIDEO) != (step is not None):
-            raise ValueError(f"a video has a time base and an image has none, got {self.modality.value}, {step}")
+        is_video = self.modality is Modality.VIDEO
+        if not is_video and (self.grid.t > 1 or times):
+            raise ValueError(f"an image and a sound have one slice and no times, got {self.grid} and {len(times)}")
+        if is_video != (step is not None):
+            raise ValueError(f"a video has a time base and no other item, got {self.modality.value}, {step}")
         if step is not None and step <= 0:
             raise ValueError(f"seconds_per_grid must be above 0, got {step}")
         if self.sampling_mode not in ("", *SAMPLING_MODES):
@@ -223,11 +234,23 @@ class MediaPlan:
         if not all(map(math.isfinite, times)) or any(after < before for before, after in pairwise(times)):
             raise ValueError("timestamps_s must be finite, none below the one before")
 
+    def _check_sound(self) -> None:
+        frames, is_sound = self.frames, self.modality is Modality.AUDIO
+        if is_sound and (self.grid.h > 1 or frames.count != 1 or frames.dtype is not DType.FLOAT32):
+            raise ValueError(f"a sound is one row of tokens of one float32 frame, got {self.grid} and {frames}")
+        if not (math.isfinite(self.heard_s) and (self.heard_s > 0) == is_sound):
+            raise ValueError(f"heard_s must be above 0 for a sound and 0 for others, got {self.heard_s}")
+
+    @property
+    def channels(self) -> int:
+        """Values of each pixel of a frame, or of each place of a sound's features."""
+        return 1 if self.modality is Modality.AUDIO else 3
+
     @property
     def pictures(self) -> int:
         """How many frames are one picture and its tiles: those of an image, or of a temporal slice of a video with
         tile_columns, where each is a row of the grid; else 1."""
-        if self.modality is Modality.IMAGE:
+        if self.modality is not Modality.VIDEO:
             return self.frames.count
         return self.grid.h if self.frames.tile_columns else 1
 
@@ -237,14 +260,14 @@ class MediaPlan:
 
     @property
     def sampled_frames(self) -> int:
-        """Different frames of a video that are sent; 0 for an image and given embeddings."""
+        """Different frames of a video that are sent; 0 for others and given embeddings."""
         return len(set(self.timestamps_s))
 
     @property
     def slices(self) -> int:
         """How many units are decoded and encoded one by one.
 
-        A video without tiles: the rows of its grid. An image, or a video with tiles: each picture.
+        A video without tiles: the rows of its grid. An image, or a video with tiles: each picture. A sound: all of it.
         """
         if self.brings_embeds or (self.modality is Modality.VIDEO and not self.frames.tile_columns):
             return self.grid.t
@@ -253,7 +276,7 @@ class MediaPlan:
     @property
     def slice_frames(self) -> int:
         """Frames of each of `slices`; the last may have fewer."""
-        if self.modality is Modality.IMAGE or self.brings_embeds or self.frames.tile_columns:
+        if self.modality is not Modality.VIDEO or self.brings_embeds or self.frames.tile_columns:
             return 1
         return self.frames.group_frames or -(-self.frames.count // self.grid.t)
 
@@ -269,7 +292,8 @@ class PromptPlan:
 
     input_ids: int32 [N].
     positions: int32 [3, N], the axes time, height, width.
-    media: in the order of the prompt; their runs are disjoint and inside [0, N).
+    media: in the order of the prompt; their runs are disjoint and inside [0, N). Those of a sound may take turns with
+        those of the video before it.
     embed_levels: additional embeddings of each media token (deepstack); 0 for most families.
     fingerprint: 32 bytes, of the checkpoint that the plan was made with.
     """
@@ -296,11 +320,18 @@ class PromptPlan:
             raise ValueError(f"embed_levels must be between 0 and 16, got {self.embed_levels}")
         if len(self.fingerprint) != DIGEST_BYTES:
             raise ValueError(f"fingerprint must have {DIGEST_BYTES} bytes, got {len(self.fingerprint)}")
+        self._check_runs()
+
+    def _check_runs(self) -> None:
+        """Raises ValueError unless runs are disjoint and items in order, where a sound may begin before the end of the
+        video before it."""
         end = 0
-        for run in (run for item in self.media for run in item.runs):
-            if run.offset < end or run.end > tokens:
-                raise ValueError(f"{run} overlaps an earlier run or ends after the prompt's {tokens} tokens")
-            end = run.end
+        for place, item in enumerate(self.media):
+            if item.runs[0].offset < end and not _take_turns(*self.media[place - 1 : place + 1]):
+                raise ValueError(f"{item.runs[0]} overlaps an earlier run")
+            end = max(end, item.runs[-1].end)
+        if end > self.tokens:
+            raise ValueError(f"a run ends at {end}, after the prompt's {self.tokens} tokens")
 
     @property
     def tokens(self) -> int:
@@ -317,6 +348,13 @@ class PromptPlan:
     def __repr__(self) -> str:
         grids = ", ".join(f"{item.modality.value} {item.grid}" for item in self.media)
         return f"PromptPlan(N={self.tokens}, media=[{grids}])"
+
+
+def _take_turns(video: MediaPlan, sound: MediaPlan) -> bool:
+    """Whether two items are a video and its sound, whose runs are disjoint and begin with the video's."""
+    runs = sorted((*video.runs, *sound.runs), key=lambda run: run.offset)
+    are_clip = (video.modality, sound.modality) == (Modality.VIDEO, Modality.AUDIO)
+    return are_clip and runs[0] == video.runs[0] and all(a.end <= b.offset for a, b in pairwise(runs))
 
 
 def tagged_digest(domain: bytes, parts: Sequence[Bytes]) -> bytes:

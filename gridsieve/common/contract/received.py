@@ -11,9 +11,9 @@ from time import monotonic_ns
 import numpy as np
 
 from gridsieve.common.contract.errors import PeerContract
-from gridsieve.common.contract.plan import Grid, Int32Array, PromptPlan
+from gridsieve.common.contract.plan import Grid, Int32Array, Modality, PromptPlan
 from gridsieve.common.contract.retention import check_kept
-from gridsieve.common.contract.wire import PlanReceiver, from_ago_s, grid_message, int32_array, named_media
+from gridsieve.common.contract.wire import PlanReceiver, from_ago_s, grid_message, int32_array, named_items
 from gridsieve.v1 import prompt_pb2
 from gridsieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse
 from gridsieve.v1.preprocessing_pb2 import PreprocessResponse
@@ -54,11 +54,13 @@ def check_plan(plan: PromptPlan, prompt: prompt_pb2.Prompt, fingerprint: bytes, 
 
 def check_media(plan: PromptPlan, prompt: prompt_pb2.Prompt) -> None:
     """Raises PeerContract unless the plan has the prompt's media, and the grids of those that brought embeddings."""
-    asked = list(named_media(prompt))
+    asked = list(named_items(prompt))
     if len(plan.media) != len(asked):
         raise PeerContract(f"the prompt has {len(asked)} media, the plan {len(plan.media)}")
     for (name, modality, media), item in zip(asked, plan.media, strict=True):
         source = media.WhichOneof("source")
+        if (modality is Modality.AUDIO) != (item.modality is Modality.AUDIO):
+            raise PeerContract(f"{name} is planned as {item.modality.value}, a sound must be one, and nothing else")
         if item.brings_embeds != (source == "embeds"):
             raise PeerContract(f"the source of {name} is {source}, the plan has {item.frames.count} frames for it")
         if item.brings_embeds and (item.modality, grid_message(item.grid)) != (modality, media.embeds.grid):

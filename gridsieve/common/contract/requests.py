@@ -16,7 +16,7 @@ from gridsieve.common.contract.limits import LARGER_FILES, MAX_INLINE_BYTES
 from gridsieve.common.contract.plan import MediaPlan
 from gridsieve.common.contract.retention import ItemPruning, reference_bytes
 from gridsieve.common.contract.tensors import MAX_PIECE_BYTES, PIECE_BYTES, pieces
-from gridsieve.common.contract.wire import MAX_MEDIA, named_media
+from gridsieve.common.contract.wire import MAX_MEDIA, MEDIA_KINDS, named_items, named_media
 from gridsieve.v1 import prompt_pb2
 from gridsieve.v1.encoder_pb2 import EncodeRequest
 from gridsieve.v1.preprocessing_pb2 import PreprocessRequest
@@ -43,7 +43,7 @@ def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_B
         raise InvalidRequest(field="prompt.cache_salt", limit=limit)
     named = [(name, item) for name, _, item in named_media(prompt)]
     media = [item for _, item in named]
-    _check("media", len(media), MAX_MEDIA)
+    _check("media", sum(1 for _ in named_items(prompt)), MAX_MEDIA)
     for name, item in named:
         _check_pictures(name, item)
         for field, sizes in (("data_bytes", [item.data_bytes]), ("frames.sizes_bytes", item.frames.sizes_bytes)):
@@ -146,7 +146,7 @@ def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[byt
         )
         for part in message.parts:
             kind = part.WhichOneof("content")
-            media = getattr(part, kind) if kind in ("image", "video") else None
+            media = getattr(part, kind) if kind in MEDIA_KINDS else None
             source = None if media is None else media.WhichOneof("source")
             if media is None or source not in ("data", "frames") or media.ByteSize() <= PIECE_BYTES:
                 copy.parts.add().CopyFrom(part)
@@ -161,6 +161,7 @@ def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[byt
                 detached.frames.sizes_bytes.extend(map(len, pictures))
                 detached.frames.timestamps_s.extend(media.frames.timestamps_s)
                 detached.frames.by_time, detached.frames.left_out = media.frames.by_time, media.frames.left_out
+            detached.audio = media.audio
             for field in ("frame_sampling", "pruning"):
                 if media.HasField(field):
                     getattr(detached, field).CopyFrom(getattr(media, field))

@@ -104,7 +104,7 @@ def named_method(method: str | None, threshold: float | None, usual: str = EVS) 
 
 
 def method_of(pruning: ItemPruning, modality: Modality) -> str:
-    """The method that metrics count an item under: `none` for images and where nothing is dropped."""
+    """The method that metrics count an item under: `none` for images and sounds, and where nothing is dropped."""
     return pruning.method if modality is Modality.VIDEO and pruning.drops else NONE
 
 
@@ -116,13 +116,13 @@ def chosen_before_tower(grid: Grid, pruning: ItemPruning, modality: Modality) ->
 
 
 def num_kept(grid: Grid, pruning: ItemPruning, modality: Modality = Modality.VIDEO) -> int:
-    """Number of tokens that are kept: ⌊t·h·w·(1 − rate)⌋, but at least a floor; all tokens of an image. The largest
-    number that may be, where there is a threshold.
+    """Number of tokens that are kept: ⌊t·h·w·(1 − rate)⌋, but at least a floor; all tokens of an image or a sound.
+    The largest number that may be, where there is a threshold.
 
     The floor is slice 0, h·w tokens; for `vidcom2` and `vcast` it is one token per slice, t tokens. `evs_causal` keeps
     slice 0 and max(1, ⌊h·w·(1 − rate)⌋) tokens of every other. Slices before `first_slice` do not count.
     """
-    if modality is Modality.IMAGE or pruning.method == NONE:
+    if modality is not Modality.VIDEO or pruning.method == NONE:
         return grid.tokens
     if pruning.method == EVS_CAUSAL:
         return grid.slice_tokens + (grid.t - 1) * causal_slice_tokens(grid, pruning.rate)

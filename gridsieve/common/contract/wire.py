@@ -33,6 +33,8 @@ from gridsieve.common.contract.tensors import DType, TensorBuffer, pieces, shape
 from gridsieve.v1 import prompt_pb2, tensor_pb2
 
 MAX_MEDIA = 512
+# The contents of a part that are media.
+MEDIA_KINDS = tuple(each.value for each in Modality)
 # Each slice of 512 videos as a run of its own.
 MAX_RUNS = 2**18
 # Older than any event that is measured. The largest floats overflow when they are converted to nanoseconds.
@@ -166,20 +168,28 @@ def named_media(prompt: prompt_pb2.Prompt) -> Iterator[tuple[str, Modality, prom
     for index, message in enumerate(prompt.messages):
         for place, part in enumerate(message.parts):
             kind = part.WhichOneof("content")
-            if kind in ("image", "video"):
+            if kind in MEDIA_KINDS:
                 yield f"prompt.messages[{index}].parts[{place}].{kind}", Modality(kind), getattr(part, kind)
 
 
+def named_items(prompt: prompt_pb2.Prompt) -> Iterator[tuple[str, Modality, prompt_pb2.Media]]:
+    """What `named_media` yields, for each item of the prompt's plan: after a video with `audio` the sound of it."""
+    for name, modality, media in named_media(prompt):
+        yield name, modality, media
+        if media.audio:
+            yield f"{name}.audio", Modality.AUDIO, media
+
+
 def prunings_of(prompt: prompt_pb2.Prompt, default: prompt_pb2.Pruning, usual: str = EVS) -> tuple[ItemPruning, ...]:
-    """The pruning of each media item: its own, and what that leaves unset from `default` (where that is unset, too,
-    nothing is pruned).
+    """The pruning of each item of the plan: its own, and what that leaves unset from `default` (where that is unset,
+    too, nothing is pruned).
 
     usual: the method of a rate without one; of embeddings, which have no pixels, it is `evs`.
     Raises InvalidRequest, naming the item, for a bad rate or an unknown method.
     """
     shared = {method: pruning_of(default, method) for method in (usual, EVS)}
     prunings = []
-    for name, _, media in named_media(prompt):
+    for name, _, media in named_items(prompt):
         method = EVS if media.WhichOneof("source") == "embeds" else usual
         if media.HasField("pruning"):
             with within(name):
@@ -271,6 +281,7 @@ def _media_message(item: MediaPlan) -> prompt_pb2.MediaPlan:
         timed_by_first=item.timed_by_first,
         sampling_mode=item.sampling_mode,
         frame_dtype=_DTYPE_TO_WIRE[frames.dtype],
+        heard_s=item.heard_s,
     )
 
 
@@ -308,6 +319,7 @@ def _media_plan(message: prompt_pb2.MediaPlan) -> MediaPlan:
         fixed_tokens=message.fixed_tokens,
         timed_by_first=message.timed_by_first,
         sampling_mode=message.sampling_mode,
+        heard_s=message.heard_s,
     )
 
 

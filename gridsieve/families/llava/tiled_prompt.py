@@ -50,7 +50,7 @@ class TiledFamily(Family):
         if (selected := config.get("vision_feature_select_strategy", selects)) != selects:
             raise StartupError(f"vision_feature_select_strategy {selected!r} is not supported, only {selects!r}")
         return cls(
-            placeholders={kind: placeholder_of(checkpoint, kind) for kind in Modality},
+            placeholders={kind: placeholder_of(checkpoint, kind) for kind in (Modality.IMAGE, Modality.VIDEO)},
             token_px=config.part("vision_config").whole("patch_size"),
             frame_bounds=FrameBounds(video.number("fps", 1.0), 1, max_frames, temporal_patch=1),
             fixed_tokens=True,

@@ -2,19 +2,23 @@
 
     Qwen2-VL      a video is one grid, whose slices are one position apart; the pixel budget applies to each frame
     Qwen2.5-VL    the time between slices determines their distance in positions
+    Qwen2.5-Omni  as Qwen2.5-VL, and sounds: of a video, pictures and sound take turns every two seconds
     Qwen3-VL      also 3.5, 3.6, 3.8, dense and mixture of experts: each slice is a grid, after its timestamp
+    Qwen3-Omni    as Qwen2.5-VL, with Qwen3-VL's patches
 
 Of Qwen3-VL a video's placeholder becomes `<0.3 seconds><|vision_start|>(grid)<|vision_end|>` for each slice. The chat
 template's own <|vision_start|> and <|vision_end|> stay around all of them, as in transformers 5.24; older versions
 dropped them. All frames of a video share one pixel budget. Qwen3.5 and later models have no deepstack.
-Source: `Qwen2VLVideoProcessor`, index for index, `Qwen2_5_VLProcessor`, `Qwen3VLVideoProcessor` and `Qwen3VLProcessor`
-of transformers 5.24, which gives these two to Qwen3.5, too, and whose `Qwen3_5Model.get_rope_index` is Qwen3-VL's;
-Qwen2-VL, arXiv 2409.12191; Qwen2.5-VL, arXiv 2502.13923; Qwen3-VL, arXiv 2511.21631.
+Source: `Qwen2VLVideoProcessor`, index for index, `Qwen2_5_VLProcessor`, `Qwen2_5OmniProcessor`, `Qwen3VLVideoProcessor`
+and `Qwen3VLProcessor` of transformers 5.24, which gives these two to Qwen3.5, too, and whose
+`Qwen3_5Model.get_rope_index` is Qwen3-VL's;
+Qwen2-VL, arXiv 2409.12191; Qwen2.5-VL, arXiv 2502.13923; Qwen2.5-Omni, arXiv 2503.20215; Qwen3-VL, arXiv 2511.21631.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Self
@@ -22,11 +26,12 @@ from typing import Self
 import numpy as np
 
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.common.contract.plan import Grid, SizePx
+from gridsieve.common.contract.plan import Grid, Modality, SizePx
 from gridsieve.families.parts.sampling import count_of, from_first_to_last
 from gridsieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_least_a_token, at_most, by_slice
-from gridsieve.services.preprocessing.prompt.layout import Expansion
-from gridsieve.services.preprocessing.prompt.positions import GridSpan
+from gridsieve.services.preprocessing.prompt.layout import Expansion, SharedToken
+from gridsieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan, clip_parts
+from gridsieve.services.preprocessing.sound.features import LogMel
 from gridsieve.services.preprocessing.video.resize import PixelBudget, smart_resize
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from gridsieve.services.preprocessing.video.timing import TimeBase
@@ -39,12 +44,28 @@ _DEFAULTS = VideoDefaults(
 )
 _LANES = 8
 _TOKENS_PER_SECOND = 4
+# Of videos, the processor's class has a size of its own, whatever preprocessor_config.json says of images.
+_DEFAULTS_OF_2_5_OMNI = replace(_DEFAULTS, sized_as_images=False)
+_PLACEHOLDERS_OF_OMNI: Mapping[Modality, str] = {
+    Modality.IMAGE: "<|IMAGE|>",
+    Modality.VIDEO: "<|VIDEO|>",
+    Modality.AUDIO: "<|AUDIO|>",
+}
+_OMNI_CHUNK_S = 2
 _DEFAULTS_OF_3 = VideoDefaults(
     patch_px=16,
     size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
     max_tokens=768,
     old_names=("image",),
 )
+_DEFAULTS_OF_OMNI = VideoDefaults(
+    patch_px=16,
+    size={"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
+    max_tokens=128_000,
+    old_names=("image", "video"),
+    sized_as_images=False,
+)
+_POSITIONS_PER_SECOND = 25
 # Of Qwen3-VL-Embedding and -Reranker, in tokens: of an image, and of each frame of a video.
 _RETRIEVED_IMAGE, _RETRIEVED_FRAME = (4, 1800), (128, 768)
 _DEEPSTACK_INDEXES = (8, 16, 24)
@@ -123,14 +144,62 @@ class Qwen25VL(Qwen2VL):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen25Omni(Qwen25VL):
+    """chunk: positions in time after which pictures and sound of a video take turns."""
+
+    chunk: int
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
+        per_second = Fraction(str(checkpoint.config.number("position_id_per_seconds", _POSITIONS_PER_SECOND)))
+        chunk_s = Fraction(str(checkpoint.config.number("seconds_per_chunk", _OMNI_CHUNK_S)))
+        return cls.read(
+            checkpoint,
+            _DEFAULTS_OF_2_5_OMNI,
+            placeholders=_PLACEHOLDERS_OF_OMNI,
+            tokens_per_second=per_second,
+            chunk=math.floor(per_second * chunk_s),
+            log_mel=LogMel.from_checkpoint(checkpoint),
+        )
+
+    def sound_tokens(self, frames: int) -> int:
+        """Of four frames one; two convolutions and a mean of two rows make it."""
+        return (frames + 1) // 2 // 2
+
+    def clip(self, grid: Grid, base: TimeBase, tokens: int) -> Expansion:
+        """The template's own <|vision_bos|> and <|vision_eos|> are around it, and have the positions of its own two."""
+        pictures = GridSpan(grid, self.tokens_per_second * base.seconds_per_grid)
+        return (
+            SharedToken("<|audio_bos|>", before=True),
+            *clip_parts(pictures, LinearSpan(tokens), self.chunk),
+            SharedToken("<|audio_eos|>", before=False),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3Omni(Qwen25VL):
+    """Its thinker, without sound."""
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
+        """Videos have the size of their own processor, not of the image processor, or else that of its class."""
+        per_second = checkpoint.config.number("position_id_per_seconds", _POSITIONS_PER_SECOND)
+        return cls.read(
+            checkpoint,
+            _DEFAULTS_OF_OMNI,
+            tokens_per_second=Fraction(str(per_second)),
+            embed_levels=len(_deepstack_indexes(checkpoint)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3VL(QwenVL):
     """embed_levels: the number of tower layers that feed deepstack."""
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Qwen3VL:
         """Of an embedder or a reranker, with frames and sizes of their own."""
-        indexes = checkpoint.config.part("vision_config").get("deepstack_visual_indexes", _DEEPSTACK_INDEXES)
-        levels = 0 if checkpoint.model_type in _WITHOUT_DEEPSTACK else len(indexes)
+        levels = 0 if checkpoint.model_type in _WITHOUT_DEEPSTACK else len(_deepstack_indexes(checkpoint))
         made = cls.read(checkpoint, _DEFAULTS_OF_3, embed_levels=levels)
         return made if checkpoint.task == "generate" else _for_retrieval(made)
 
@@ -179,6 +248,12 @@ class Qwen3VLRetrieval(Qwen3VL):
         """Each frame has a budget of its own, and small ones are enlarged."""
         budget = self.video_budget if wish.max_pixels is None else at_most(self.video_budget, wish.max_pixels)
         return smart_resize(height_px, width_px, budget)
+
+
+def _deepstack_indexes(checkpoint: Checkpoint) -> Sequence[int]:
+    """The tower's layers that feed deepstack."""
+    indexes: Sequence[int] = checkpoint.config.part("vision_config").get("deepstack_visual_indexes", _DEEPSTACK_INDEXES)
+    return indexes
 
 
 def _torch_linspace(end: int, count: int) -> tuple[int, ...]:

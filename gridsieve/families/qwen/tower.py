@@ -2,9 +2,11 @@
 
     Qwen2-VL      the embedding                                       arXiv 2409.12191
     Qwen2.5-VL    the same; most layers attend within windows         arXiv 2502.13923
+    Qwen2.5-Omni  Qwen2.5-VL's, with queries, keys and values apart   arXiv 2503.20215
     Qwen3-VL      the embedding, then deepstack features, a level     arXiv 2511.21631, arXiv 2406.04334
                   each, in the order of the text model's layers
     Qwen3.5       Qwen3-VL's without deepstack, also 3.6 and 3.8
+    Qwen3-Omni    Qwen3-VL's with other names of weights              arXiv 2509.17765
 
 `Qwen3_5VisionModel` of transformers 5.24 is `Qwen3VLVisionModel` without the mergers of deepstack, layer for layer.
 Those of dense models and of mixtures of experts are alike.
@@ -18,6 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniVisionEncoderConfig
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    Qwen2_5OmniVisionEncoder,
+    Qwen2_5OmniVisionRotaryEmbedding,
+)
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
@@ -27,6 +34,11 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 from transformers.models.qwen2_vl.modeling_qwen2_vl import (
     Qwen2VisionTransformerPretrainedModel,
     Qwen2VLVisionRotaryEmbedding,
+)
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeVisionEncoderConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeVisionEncoder,
+    Qwen3OmniMoeVisionRotaryEmbedding,
 )
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel, Qwen3VLVisionRotaryEmbedding
@@ -54,12 +66,22 @@ def load_qwen2_vl(checkpoint: Checkpoint, options: RunOptions) -> Tower:
 
 def load_qwen2_5_vl(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     config = vision_config(checkpoint, Qwen2_5_VLVisionConfig)
+    model_class, rotary_class = Qwen2_5_VisionTransformerPretrainedModel, Qwen2_5_VLVisionRotaryEmbedding
+    return _windowed(checkpoint, config, model_class, rotary_class, options)
+
+
+def load_qwen2_5_omni(checkpoint: Checkpoint, options: RunOptions) -> Tower:
+    config = vision_config(checkpoint, Qwen2_5OmniVisionEncoderConfig)
+    return _windowed(checkpoint, config, Qwen2_5OmniVisionEncoder, Qwen2_5OmniVisionRotaryEmbedding, options)
+
+
+def _windowed(checkpoint: Checkpoint, config: Any, model_class: Any, rotary_class: Any, options: RunOptions) -> Tower:
     merge = config.spatial_merge_size
     return make_tower(
         checkpoint,
         config,
-        Qwen2_5_VisionTransformerPretrainedModel,
-        Qwen2_5_VLVisionRotaryEmbedding,
+        model_class,
+        rotary_class,
         shape=TowerShape(merge, window_side=config.window_size // merge // config.patch_size),
         keywords=_windows,
         hidden=config.hidden_size,
@@ -69,16 +91,29 @@ def load_qwen2_5_vl(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     )
 
 
-def load_qwen3_vl(checkpoint: Checkpoint, options: RunOptions, *, deepstack: bool = True) -> Tower:
+def load_qwen3_vl(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     config = vision_config(checkpoint, Qwen3VLVisionConfig)
+    return _load_qwen3(checkpoint, config, Qwen3VLVisionModel, Qwen3VLVisionRotaryEmbedding, options)
+
+
+def load_qwen3_5(checkpoint: Checkpoint, options: RunOptions) -> Tower:
+    config = vision_config(checkpoint, Qwen3VLVisionConfig)
+    config.deepstack_visual_indexes = ()  # saved configs lack the field, whose default is Qwen3-VL's layers
+    return _load_qwen3(checkpoint, config, Qwen3VLVisionModel, Qwen3VLVisionRotaryEmbedding, options)
+
+
+def load_qwen3_omni(checkpoint: Checkpoint, options: RunOptions) -> Tower:
+    config = vision_config(checkpoint, Qwen3OmniMoeVisionEncoderConfig)
+    return _load_qwen3(checkpoint, config, Qwen3OmniMoeVisionEncoder, Qwen3OmniMoeVisionRotaryEmbedding, options)
+
+
+def _load_qwen3(checkpoint: Checkpoint, config: Any, model_class: Any, rotary_class: Any, options: RunOptions) -> Tower:
     table_side = math.isqrt(config.num_position_embeddings)
-    if not deepstack:
-        config.deepstack_visual_indexes = ()  # saved configs lack the field, whose default is Qwen3-VL's layers
     return make_tower(
         checkpoint,
         config,
-        Qwen3VLVisionModel,
-        Qwen3VLVisionRotaryEmbedding,
+        model_class,
+        rotary_class,
         shape=TowerShape(config.spatial_merge_size, table=InterpolatedTable(table_side, corner_axis)),
         keywords=_entries,
         levels=_levels,
@@ -87,10 +122,6 @@ def load_qwen3_vl(checkpoint: Checkpoint, options: RunOptions, *, deepstack: boo
         embed_dim=config.out_hidden_size,
         options=options,
     )
-
-
-def load_qwen3_5(checkpoint: Checkpoint, options: RunOptions) -> Tower:
-    return load_qwen3_vl(checkpoint, options, deepstack=False)
 
 
 def corner_axis(places: Array, length: int, table_side: int) -> tuple[Array, Array]:

@@ -17,7 +17,7 @@ from gridsieve.client.client import GridsieveClient, Metadata
 from gridsieve.client.credentials import Access
 from gridsieve.client.encoding import Encoded, encode
 from gridsieve.client.messages import pruning_message
-from gridsieve.client.prompt import Image, Pruning, Text, Video
+from gridsieve.client.prompt import Audio, Image, Pruning, Text, Video
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.retention import BEFORE_TOWER, EVS
 from gridsieve.common.contract.wire import completed, pruning_of
@@ -55,7 +55,7 @@ class Kept:
         said = chat.pruning.parsed() if chat.pruning else Pruning()
         pruning = await self._completed(said, call.metadata)
         if said.method is None and pruning.threshold is None and pruning.method in BEFORE_TOWER:
-            media = [_by_evs(part) if part.embeds else part for part in media]
+            media = [_by_evs(part) for part in media]
         access = self._access.copy()
         if token := dict(call.metadata).get(AUTHORIZATION_KEY):
             access["token"] = token.removeprefix("Bearer ")
@@ -72,8 +72,10 @@ class Kept:
         return Pruning(whole.rate, whole.method, whole.seed, whole.threshold)
 
 
-def _by_evs(part: Image | Video) -> Image | Video:
+def _by_evs(part: Image | Video | Audio) -> Image | Video | Audio:
     """Embeddings have no pixels: where the service alone names a method of pixels, `evs` chooses, as in generation."""
+    if isinstance(part, Audio) or not part.embeds:
+        return part
     own = part.pruning or Pruning()
     return part if own.method or own.threshold is not None else replace(part, pruning=replace(own, method=EVS))
 

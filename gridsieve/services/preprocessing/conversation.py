@@ -56,7 +56,7 @@ class MediaRequest:
     modality: as the caller declared it. The bytes decide, see `Planner.plan`.
     location: its bytes, its path below a root, its embeddings, its URL, the file that follows the prompt, or
         the source of a fetched or received file.
-    frames: of a video whose file is pictures, one after the other.
+    frames: of a video whose file is pictures, one after the other. hears: whether the model hears a video's sound, too.
     """
 
     name: str
@@ -64,6 +64,7 @@ class MediaRequest:
     location: bytes | str | Embeds | MediaUrl | FileUrl | Upload | MediaFile | Source = field(repr=False)
     sampling: FrameSampling
     frames: PictureFrames | None = None
+    hears: bool = False
 
 
 @dataclass(frozen=True, slots=True)

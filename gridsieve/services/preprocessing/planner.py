@@ -1,5 +1,7 @@
 """Plans a prompt: opens and indexes its media, selects frames and lays out the prompt. Decodes nothing.
 
+A video whose sound is heard becomes two items, itself and its sound, of one placeholder.
+
 It runs on a thread and knows neither grpc nor protobuf nor metrics.
 """
 
@@ -11,8 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PromptTooLong, within
@@ -31,12 +35,15 @@ from gridsieve.common.contract.plan import (
     salted,
     tagged_digest,
 )
+from gridsieve.common.contract.tensors import DType
 from gridsieve.services.preprocessing.conversation import Conversation, FileUrl, MediaRequest, Upload
 from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.prompt.embeds import Embeds
 from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout, lay_out
 from gridsieve.services.preprocessing.prompt.tokens import ChatTokens
 from gridsieve.services.preprocessing.prompt.turns import Turn
+from gridsieve.services.preprocessing.sound.planned import PlannedSound
+from gridsieve.services.preprocessing.sound.track import SoundIndex, read_sound
 from gridsieve.services.preprocessing.sources.digests import Digests, digests
 from gridsieve.services.preprocessing.sources.source import Source, bytes_source, path_source
 from gridsieve.services.preprocessing.video.packets import PacketIndex, read_packets
@@ -50,9 +57,12 @@ from gridsieve.services.preprocessing.video.sampling import (
     sample,
 )
 from gridsieve.services.preprocessing.video.shots import find_shots
-from gridsieve.services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedVideo
+from gridsieve.services.preprocessing.video.slices import PlannedEmbeds, PlannedVideo
 from gridsieve.services.preprocessing.video.timing import TimeBase
 
+PlannedMedia: TypeAlias = PlannedVideo | PlannedSound | PlannedEmbeds
+
+_TICKS_PER_S = 1_000_000
 _MEDIA_DOMAIN, _PICTURES_DOMAIN = b"gridsieve media v2", b"gridsieve pictures v1"
 
 
@@ -78,24 +88,26 @@ class _Opened:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Item:
-    """A media item between opening and layout. content: everything that its tokens depend on."""
+    """A media item between opening and layout. content: everything that its tokens depend on. expansion: None for the
+    sound of a video, whose expansion has its parts."""
 
     modality: Modality
     planned: PlannedMedia
     frames: FrameShape
     grid: Grid
-    expansion: Expansion
+    expansion: Expansion | None
     content: tuple[bytes, ...]
     base: TimeBase | None = None
     timestamps_s: tuple[float, ...] = ()
     file: FileFacts = field(default=FileFacts())
+    heard_s: float = 0.0
     sampling_mode: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """Functions that read a video's packets and pictures' headers, and find the shots of a part of a video: in this
-    process, or in workers for untrusted files.
+    """Functions that read a video's packets and pictures' headers, find the shots of a part of a video, and read a
+    sound track: in this process, or in workers for untrusted files.
 
     check_cancelled: called between steps of the plan; an exception from it ends the plan.
     """
@@ -104,6 +116,7 @@ class Readers:
     pictures: Callable[[Source, tuple[int, ...]], PictureIndex] = read_pictures
     check_cancelled: Callable[[], None] = lambda: None
     shots: Callable[[Source, PacketIndex, int, int], Sequence[int]] = find_shots
+    sound: Callable[[Source], SoundIndex | None] = read_sound
 
 
 class Planner:
@@ -142,7 +155,9 @@ class Planner:
             opened = [self._open(request, files, readers) for request in conversation.media]
             is_image = [each.modality is Modality.IMAGE for each in opened]
             items = [
-                self._item(each, readers, sum(is_image[:place]), sum(is_image)) for place, each in enumerate(opened)
+                item
+                for place, each in enumerate(opened)
+                for item in self._items(each, readers, sum(is_image[:place]), sum(is_image))
             ]
             turns = _with_modalities(conversation.turns, [each.modality for each in opened])
             plan = self._lay_out(replace(conversation, turns=turns), items, readers.check_cancelled)
@@ -155,6 +170,8 @@ class Planner:
             return _Opened(request, request.modality)
         self._check_wish(request)
         source = self._source(request, files, readers.check_cancelled)
+        if request.modality is Modality.AUDIO:
+            return _Opened(request, Modality.AUDIO, source)
         if request.frames is not None or not is_picture(source.head):
             return _Opened(request, Modality.VIDEO, source)
         picture = readers.pictures(source, ())
@@ -162,11 +179,33 @@ class Planner:
             return _Opened(request, Modality.VIDEO, source)
         return _Opened(request, Modality.IMAGE, source, picture)
 
+    def _items(self, opened: _Opened, readers: Readers, image_index: int, images: int) -> list[_Item]:
+        """The item of a medium; of a video whose sound is heard, it and its sound."""
+        request = opened.request
+        self._check_taken(opened.modality, request.name)
+        if not request.hears:
+            return [self._item(opened, readers, image_index, images)]
+        self._check_taken(Modality.AUDIO, f"{request.name}.audio")
+        if opened.modality is not Modality.VIDEO:
+            raise InvalidRequest("is for videos, the file is an image", field=f"{request.name}.audio")
+        video = self._item(opened, readers, image_index, images)
+        assert opened.source is not None
+        assert video.base is not None
+        # Positions count from the first frame that is shown.
+        begin_s = Fraction(round(video.timestamps_s[0] * _TICKS_PER_S), _TICKS_PER_S)
+        with within(request.name):
+            sound = self._sound(opened.source, request.sampling, readers, "audio", begin_s)
+        expansion = self._family.clip(video.grid, video.base, sound.grid.tokens)
+        return [replace(video, expansion=expansion), replace(sound, expansion=None)]
+
+    def _check_taken(self, modality: Modality, name: str) -> None:
+        """Raises InvalidRequest for media that the model does not take."""
+        if modality not in self._family.placeholders:
+            known = " and ".join(each.plural for each in self._family.placeholders)
+            raise InvalidRequest(f"is not supported: this model takes {known} only", field=name)
+
     def _item(self, opened: _Opened, readers: Readers, image_index: int, images: int) -> _Item:
         request, source = opened.request, opened.source
-        if opened.modality not in self._family.placeholders:
-            known = " and ".join(f"{modality.value}s" for modality in self._family.placeholders)
-            raise InvalidRequest(f"is not supported: this model takes {known} only", field=request.name)
         if source is None:
             make = partial(self._embeds, request, image_index)
         elif opened.picture is not None:
@@ -176,6 +215,8 @@ class Planner:
             parts = source.digest, struct.pack(f"<{len(ends)}q", *ends)
             source = replace(source, digest=tagged_digest(_PICTURES_DOMAIN, parts))
             make = partial(self._pictures, source, readers.pictures(source, ends), request)
+        elif opened.modality is Modality.AUDIO:
+            make = partial(self._sound, source, request.sampling, readers)
         else:
             make = partial(self._file, source, readers.packets(source), request.sampling, readers)
         with within(request.name):  # errors name the item, or a field of it
@@ -229,6 +270,51 @@ class Planner:
         shots = partial(readers.shots, source, index)
         item = self._video(source, index, index.times, sampling, find=_find(index, sampling.mode, shots))
         return replace(item, file=FileFacts(_missing(index, sampling), index.dropped_frames))
+
+    def _sound(
+        self,
+        source: Source,
+        sampling: FrameSampling,
+        readers: Readers,
+        field: str | None = None,
+        begin_s: Fraction | None = None,
+    ) -> _Item:
+        """field: of a video, which asks for its sound. begin_s: where the part begins that is heard; None: where
+        `sampling` says, or with the track."""
+        log_mel = self._family.log_mel
+        assert log_mel is not None
+        index = readers.sound(source)
+        if index is None:
+            raise InvalidRequest("is not possible: the file has no sound track", field=field)
+        if begin_s is None:
+            begin_s = index.start_s if sampling.start_s is None else Fraction(str(sampling.start_s))
+        end_s = index.start_s + index.duration_s
+        if sampling.end_s is not None:
+            end_s = min(end_s, Fraction(str(sampling.end_s)))
+        samples = max(0, math.floor((end_s - begin_s) * log_mel.rate))
+        if log_mel.max_samples is not None and samples > log_mel.max_samples:
+            most_s = f"{log_mel.max_samples / log_mel.rate:g}"
+            raise InvalidRequest(
+                f"lasts {samples / log_mel.rate:.3f} s, this model hears at most {most_s} s",
+                field=field,
+                value=samples / log_mel.rate,
+                limit=most_s,
+                remedy="set `frame_sampling.start_s` and `frame_sampling.end_s`",
+            )
+        planned = PlannedSound(source, index, begin_s, samples, log_mel)
+        tokens = self._family.sound_tokens(log_mel.frames_of(samples))
+        if not tokens:
+            text = f"has {samples / log_mel.rate:.3f} s of sound from {float(begin_s):g} s on, too little for a token"
+            raise InvalidRequest(text, field=field)
+        return _Item(
+            modality=Modality.AUDIO,
+            planned=planned,
+            frames=FrameShape(1, planned.shape[1:3], dtype=DType.FLOAT32),
+            grid=Grid(1, 1, tokens),
+            expansion=self._family.sound(tokens),
+            content=(b"sound", source.digest, f"{begin_s} {samples}".encode()),
+            heard_s=float(planned.length_s),
+        )
 
     def _pictures(self, source: Source, index: PictureIndex, request: MediaRequest) -> _Item:
         assert request.frames is not None
@@ -324,7 +410,7 @@ class Planner:
     ) -> PromptPlan:
         pieces = self._tokens.conversation(
             conversation.turns,
-            [item.expansion for item in items],
+            [item.expansion for item in items if item.expansion is not None],
             check_cancelled,
             conversation.tools,
             conversation.template_options,
@@ -344,9 +430,10 @@ class Planner:
                 item.timestamps_s,
                 salted(tagged_digest(_MEDIA_DOMAIN, (*item.content, self._fingerprint)), conversation.cache_salt),
                 item.file,
-                self._family.fixed_tokens,
+                self._family.fixed_tokens or item.modality is Modality.AUDIO,
                 self._family.timed_by_first,
                 item.sampling_mode,
+                item.heard_s,
             )
             for item, runs in zip(items, layout.runs, strict=True)
         )

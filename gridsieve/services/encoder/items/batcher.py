@@ -9,6 +9,8 @@ A forward has slices of one adapter: that of the first slice in the queue, so th
     queue:    [a0 b0 a1 b1]                    a, b: of different adapters
     forward:  [a0 a1]                          the next one is [b0 b1]
 
+Sounds, too, have forwards of their own.
+
 On CUDA a forward is launched while the one before it computes, as soon as the queue fills it: one more slice like the
 last would not fit.
 
@@ -38,11 +40,12 @@ from gridsieve.common.yielding import call_yields, join_line
 from gridsieve.services.compute.transfers import Computed
 from gridsieve.services.encoder.metrics import BATCH_SLICES, BATCH_TOKENS
 from gridsieve.services.encoder.tower.graph_buckets import NOTHING, PackingLimit, Size, excess, fitting
-from gridsieve.services.encoder.tower.patches import Frames
+from gridsieve.services.encoder.tower.sound import Sound
+from gridsieve.services.encoder.tower.tower import Slice
 
 log = structlog.get_logger()
 
-Encode: TypeAlias = Callable[[Sequence[Frames], bytes], Sequence[Tensor]]
+Encode: TypeAlias = Callable[[Sequence[Slice], bytes], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,11 @@ class ForwardTimes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _QueuedSlice:
-    """frames: of one slice. target: on the device that the embeddings are for. store: receives them, (1 + levels,
-    tokens, D). adapter: digest of the one that it is encoded with; empty: none. yields: to slices that do not."""
+    """frames: of one slice, or a sound. target: on the device that the embeddings are for. store: receives them,
+    (1 + levels, tokens, D). adapter: digest of the one that it is encoded with; empty: none. yields: to slices that do
+    not."""
 
-    frames: Frames
+    frames: Slice
     target: Tensor
     store: Callable[[Tensor], object]
     size: Size
@@ -66,6 +70,11 @@ class _QueuedSlice:
     yields: bool = False
     encoded: Future[ForwardTimes] = field(default_factory=Future)
     queued_ns: int = field(default_factory=monotonic_ns)
+
+    @property
+    def kind(self) -> tuple[bytes, bool]:
+        """What all slices of a forward have in common."""
+        return self.adapter, isinstance(self.frames, Sound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +135,13 @@ class Batcher:
 
     def submit(
         self,
-        frames: Frames,
+        frames: Slice,
         target: Tensor,
         store: Callable[[Tensor], object] | None = None,
         adapter: bytes = b"",
     ) -> Future[ForwardTimes]:
-        """Queues a slice, behind others if the running call yields to them. The future completes once `target` holds
-        its embeddings, or with the forward's error.
+        """Queues a slice or a sound, behind others if the running call yields to them. The future completes once
+        `target` holds its embeddings, or with the forward's error.
 
         store: puts the tower's tokens of the slice there, in the tower's thread; None: as they are. adapter: digest of
         the one that it is encoded with; empty: none.
@@ -300,8 +309,8 @@ class Batcher:
         return taken
 
     def _next_slices(self) -> Iterator[_QueuedSlice]:
-        """The slices of a queue, in order, that have the adapter of the first."""
-        return (each for each in self._queue if each.adapter == self._queue[0].adapter)
+        """The slices of a queue, in order, that can be in a forward with the first."""
+        return (each for each in self._queue if each.kind == self._queue[0].kind)
 
     @property
     def _full(self) -> bool:

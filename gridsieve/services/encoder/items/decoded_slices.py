@@ -30,7 +30,7 @@ class FrameSlice:
     """One of `MediaPlan.slices` of an item.
 
     index: its place among them.
-    frames: [frames, height, width, 3], of the dtype that the plan names; None: it repeats an earlier slice.
+    frames: [frames, height, width, channels], of the dtype that the plan names; None: it repeats an earlier slice.
     decoded_ns, resized_ns: when its last frame left these stages, on this host's monotonic clock.
     kept: the tokens whose squares the frames are, one below the other, int32 [k], increasing; None: all of them.
     digest: of frames and kept; empty: not known.
@@ -121,10 +121,11 @@ class DecodedSlices:
             self.tokens = tokens
 
     def _key_of(self, arrived: FrameSlice) -> SliceKey | None:
-        """The key of a slice; None for an image's, whose tiles may be arranged, and where the digest is not known."""
+        """The key of a slice; None for an image's, whose tiles may be arranged, for a sound, and where the digest is
+        not known."""
         if arrived.repeats is not None:
             return self.keys[arrived.repeats]
-        if not arrived.digest or self._plan.modality is Modality.IMAGE:
+        if not arrived.digest or self._plan.modality is not Modality.VIDEO:
             return None
         return arrived.digest, self._plan.grid.h, self._plan.grid.w, self.times_of(arrived.index), self._adapter
 

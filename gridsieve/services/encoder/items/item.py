@@ -350,6 +350,8 @@ def _remedy(plan: MediaPlan) -> str:
     """Which request fields make the item smaller, and their effect so far."""
     if plan.brings_embeds:
         return f"send fewer tokens than the {plan.grid} of embeds.grid"
+    if plan.modality is Modality.AUDIO:
+        return "set `frame_sampling.start_s` and `frame_sampling.end_s`"
     height, width = plan.frames.size_px
     pixels = f"`frame_sampling.max_pixels` (now {height}×{width} a frame)"
     if plan.modality is Modality.IMAGE:

@@ -28,8 +28,9 @@ from gridsieve.services.encoder.items.cache_entry import CacheEntry, StageTimes,
 from gridsieve.services.encoder.items.decoded_slices import DecodedSlices, FrameSlice, SliceKey, num_encoded
 from gridsieve.services.encoder.metrics import REUSED_SLICES
 from gridsieve.services.encoder.pruning.methods import SCORES_BYTES
-from gridsieve.services.encoder.tower.patches import Frames, KeptFrames, TimedFrames, whole
-from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.services.encoder.tower.patches import KeptFrames, TimedFrames, whole
+from gridsieve.services.encoder.tower.sound import Sound
+from gridsieve.services.encoder.tower.tower import Slice, Tower
 
 # Slices of one entry that may be queued for the tower, in forwards; further slices hold the decoder back.
 _FORWARDS_AHEAD = 2
@@ -126,6 +127,8 @@ class PendingEntry:
     def _slice_load(self) -> int:
         """Merged patches of a slice, of its largest frames."""
         plan = self.plan
+        if plan.modality is Modality.AUDIO:
+            return plan.grid.tokens
         if self.chosen:  # on average: the first slice is whole
             return -(-self.slices.tokens // plan.slices)
         sizes = {plan.frames.frame_px(0), plan.frames.frame_px(1)}
@@ -247,7 +250,7 @@ class PendingEntry:
             self._ahead.release()
             return
         assert arrived.frames is not None
-        dtype = self._tower.patches.frame_dtype
+        dtype: torch.dtype = getattr(torch, arrived.frames.dtype.label)
         pixels = torch.frombuffer(arrived.frames.data, dtype=dtype).view(arrived.frames.shape)
         frames = self._frames(arrived, pixels)
         try:
@@ -266,8 +269,11 @@ class PendingEntry:
         encoded.add_done_callback(partial(self._slice_done, index))
         self._encoded[index] = encoded
 
-    def _frames(self, arrived: FrameSlice, pixels: Tensor) -> Frames:
-        """What the tower is given of a slice. pixels: (F, H, W, 3); the last ones of a video are made whole."""
+    def _frames(self, arrived: FrameSlice, pixels: Tensor) -> Slice:
+        """What the tower is given of a slice. pixels: (F, H, W, 3); the last ones of a video are made whole. Of a sound
+        (1, mels, frames, 1)."""
+        if self.plan.modality is Modality.AUDIO:
+            return Sound(pixels[0, :, :, 0])
         if self.plan.modality is Modality.VIDEO:
             pixels = whole(pixels, self._tower.patches)
         if arrived.kept is not None:

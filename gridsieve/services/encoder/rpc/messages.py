@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from gridsieve.common.contract.errors import InvalidRequest
-from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.plan import Grid, Modality
 from gridsieve.common.contract.retention import AFTER_TOWER, BEFORE_TOWER, ItemPruning, method_of
 from gridsieve.common.contract.tensors import MAX_AXES
-from gridsieve.common.contract.wire import named_media, pruning_of, prunings_of, tensor_digest
+from gridsieve.common.contract.wire import named_items, pruning_of, prunings_of, tensor_digest
 from gridsieve.services.compute.adapters import named_adapter
 from gridsieve.services.compute.device import name_of
 from gridsieve.services.encoder.tower.tower import Tower
@@ -40,14 +40,14 @@ class BroughtEmbeds:
 
 
 def checked_prunings(request: EncodePrompt, tower: Tower) -> tuple[ItemPruning, ...]:
-    """How each media item is pruned, by media index.
+    """How each item of the plan is pruned, by its index there.
 
     Raises InvalidRequest for a rate out of range, where tokens are dropped for a method that the tower does not take,
     and for one that ranks pixels of a video that brings its embeddings.
     """
     prunings = prunings_of(request.prompt, request.pruning, tower.usual_method)
     _check_method("pruning", pruning_of(request.pruning, tower.usual_method), tower)
-    for (name, modality, media), pruning in zip(named_media(request.prompt), prunings, strict=True):
+    for (name, modality, media), pruning in zip(named_items(request.prompt), prunings, strict=True):
         if media.HasField("pruning"):
             _check_method(f"{name}.pruning", pruning, tower)
         if media.WhichOneof("source") == "embeds" and method_of(pruning, modality) in BEFORE_TOWER:
@@ -78,8 +78,8 @@ def take_embeds(prompt: prompt_pb2.Prompt, tower: Tower) -> dict[int, BroughtEmb
     """
     return {
         index: _take(media.embeds, tower, f"{name}.embeds")
-        for index, (name, _, media) in enumerate(named_media(prompt))
-        if media.WhichOneof("source") == "embeds"
+        for index, (name, modality, media) in enumerate(named_items(prompt))
+        if media.WhichOneof("source") == "embeds" and modality is not Modality.AUDIO
     }
 
 

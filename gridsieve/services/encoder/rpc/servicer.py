@@ -72,7 +72,8 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         self._credentials = credentials
         self._max_inline_bytes = max_inline_bytes
         self._receiver = receiver
-        self._plan_check = PlanCheck(self._tower.patches, self._tower.embed_levels, fingerprint, self._tower.arrange)
+        tower = self._tower
+        self._plan_check = PlanCheck(tower.patches, tower.embed_levels, fingerprint, tower.arrange, tower.sound)
 
     async def Encode(self, request_iterator: Requests, context: Context) -> AsyncIterator[EncodeResponse]:
         responses = Responses(self._output_bytes)

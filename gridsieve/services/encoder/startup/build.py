@@ -101,8 +101,9 @@ def join_ranks(meeting: Path, rank: int, settings: EncoderSettings, device: torc
     return dist.group.WORLD
 
 
-def load_rank(settings: EncoderSettings, device: torch.device, share: Share | None) -> Tower:
-    """The tower of one rank, or its share of one, with adapters and graphs. device: from `device_of`.
+def load_rank(settings: EncoderSettings, device: torch.device, share: Share | None, hears: bool = True) -> Tower:
+    """The tower of one rank, or its share of one, with adapters and graphs. device: from `device_of`. hears: whether it
+    encodes sounds.
 
     Raises StartupError if it cannot be loaded.
     """
@@ -110,7 +111,7 @@ def load_rank(settings: EncoderSettings, device: torch.device, share: Share | No
         torch.set_num_threads(settings.threads)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
-    tower = load_tower(Checkpoint.find(settings.model), settings.dtype, device, settings.tower_attention, share)
+    tower = load_tower(Checkpoint.find(settings.model), settings.dtype, device, settings.tower_attention, share, hears)
     tower = with_adapters(tower, settings.adapters)
     large = tower.sizes.patch_weights >= COMPILED_FROM_WEIGHTS
     # On CUDA the layers of other attention read the ends of sequences on the host, which is not compiled.

@@ -19,6 +19,7 @@ from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.encoder.tower.graph_buckets import Size
 from gridsieve.services.encoder.tower.graphs import TowerGraphs, squares
 from gridsieve.services.encoder.tower.parallel.tower import ParallelTower
+from gridsieve.services.encoder.tower.sound import Sound
 from gridsieve.services.encoder.tower.tower import Tower
 
 # Of the video that is pruned: its slices, and a rate that leaves most of it.
@@ -30,7 +31,7 @@ log = structlog.get_logger()
 @torch.inference_mode()
 def run_largest(towers: ParallelTower, largest: Size) -> None:
     """Runs two forwards of all ranks, the second launched while the first computes, prunes by every method, and runs
-    a forward with each adapter.
+    a forward with each adapter, and one of a sound.
 
     largest: what a forward of one rank holds. If the device lacks memory for it, warns: the batcher then runs slices
     one by one.
@@ -43,6 +44,9 @@ def run_largest(towers: ParallelTower, largest: Size) -> None:
         _prune(towers.own, joined)
         for adapter in towers.own.adapted:
             towers.encode(slices, adapter)
+        if sound := towers.own.sound:
+            frames = sound.longest_of(largest.tokens * towers.own.patches.merge**2)
+            towers.encode([Sound(torch.zeros(sound.mels, frames))])
     except torch.OutOfMemoryError as error:
         log.warning("the device lacks memory for a forward of --batch-tokens", error=str(error))
 

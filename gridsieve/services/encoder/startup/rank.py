@@ -41,7 +41,7 @@ def main() -> ExitStatus:
     structlog.contextvars.bind_contextvars(rank=rank)
     try:
         share = share_of(settings, rank)
-        tower = load_rank(settings, device_of(settings.device, *ranks_of(settings), rank), share)
+        tower = load_rank(settings, device_of(settings.device, *ranks_of(settings), rank), share, hears=False)
         orders.answer(DONE)
         exchange = Exchange(join_ranks(Path(orders.facts["meeting"]), rank, settings, tower.device, share))
     except StartupError as error:

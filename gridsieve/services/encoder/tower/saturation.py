@@ -30,7 +30,11 @@ def saturate(model: Any) -> None:
         _clamp(parameter.data)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = _SaturatingBlock(block)
-        block.attn.qkv.register_forward_hook(_clamp_queries_and_keys)
+        if hasattr(block.attn, "qkv"):
+            block.attn.qkv.register_forward_hook(_clamp_queries_and_keys)
+        else:
+            for linear in (block.attn.q, block.attn.k):
+                linear.register_forward_hook(_clamp_rotated)
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Conv2d | FoldedPatchEmbed):
             module.register_forward_hook(_clamp_output)
@@ -65,5 +69,9 @@ def _clamp_output(module: nn.Module, given: tuple[Tensor], returned: Tensor) -> 
 
 def _clamp_queries_and_keys(module: nn.Module, given: tuple[Tensor], returned: Tensor) -> Tensor:
     """returned: (P, 3 · hidden), queries and keys before values."""
-    returned[:, : 2 * returned.shape[1] // 3].clamp_(-_MAX_ROTATED, _MAX_ROTATED)
+    _clamp_rotated(module, given, returned[:, : 2 * returned.shape[1] // 3])
     return returned
+
+
+def _clamp_rotated(module: nn.Module, given: tuple[Tensor], returned: Tensor) -> Tensor:
+    return returned.clamp_(-_MAX_ROTATED, _MAX_ROTATED)

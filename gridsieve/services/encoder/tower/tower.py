@@ -1,4 +1,4 @@
-"""A vision tower: runs temporal slices of any sizes in one forward.
+"""A vision tower: runs temporal slices of any sizes in one forward, and beside it a sound tower, if the model has one.
 
     slices, (F, H, W, 3) each ─▶ patches, (P, patch_values) ─▶ embeddings, (1 + levels, P / merge², D)
                                        layout of the packed patches     ─┘
@@ -14,8 +14,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
+from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridsieve.common.contract.plan import MediaPlan
@@ -25,6 +27,10 @@ from gridsieve.services.encoder.tower.adapted import Adaptable, AdaptedForward
 from gridsieve.services.encoder.tower.graph_buckets import PackingLimit
 from gridsieve.services.encoder.tower.packing import Array, PackedLayout, Side, TowerShape, lay_out
 from gridsieve.services.encoder.tower.patches import Frames, PatchShape, patchify, pixels_of, side_of
+from gridsieve.services.encoder.tower.sound import Sound, SoundTower
+
+# What a forward takes several of: all are frames, or all are sounds.
+Slice: TypeAlias = Frames | Sound
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,7 @@ class Tower:
     adaptable: the layers that adapters may change; None: none. adapters: digests of the loaded ones, by the names that
         requests give them. adapted: as `forward`, with each of those that change the tower, by digest; one at a time
         computes.
+    sound: the model's sound tower; None: it hears nothing.
     """
 
     forward: Callable[[Tensor, Sequence[Side]], Tensor]
@@ -129,6 +136,7 @@ class Tower:
     adaptable: Adaptable | None = None
     adapters: Mapping[str, bytes] = field(default_factory=dict)
     adapted: Mapping[bytes, AdaptedForward] = field(default_factory=dict)
+    sound: SoundTower | None = None
 
     def arrangement(self, plan: MediaPlan) -> Arrangement:
         """How the tokens of an item are arranged."""
@@ -144,15 +152,26 @@ class Tower:
         """Uninitialised embeddings, (1 + embed_levels, tokens, embed_dim)."""
         return torch.empty(1 + self.embed_levels, tokens, self.embed_dim, dtype=self.dtype, device=self.device)
 
-    def encode(self, slices: Sequence[Frames], adapter: bytes = b"") -> list[Tensor]:
+    def encode(self, slices: Sequence[Slice], adapter: bytes = b"") -> list[Tensor]:
         """Embeddings of each slice, (1 + embed_levels, h·w, embed_dim) on the tower's device, from one forward.
 
         slices: at least one, (F, H, W, 3) each, of any sizes, from any number of requests; on the host, or on the
-        device, where the current stream may still be making them.
-        adapter: digest of the one that all are encoded with; empty: none.
+        device, where the current stream may still be making them. Or sounds alone, whose deeper levels are zeros.
+        adapter: digest of the one that all are encoded with; empty: none. It changes no sound.
         Attention never crosses slices, so neighbours change only rounding. On CUDA the result may still be in
         progress on the current stream.
         """
+        sounds, frames = separated(slices)
+        return self._of_sounds(sounds) if sounds else self._of_frames(frames, adapter)
+
+    def _of_sounds(self, sounds: Sequence[Sound]) -> list[Tensor]:
+        assert self.sound is not None
+        embeds = self.sound([each.features for each in sounds])
+        with torch.inference_mode():
+            levels = F.pad(embeds[None], (0, 0, 0, 0, 0, self.embed_levels))
+        return list(levels.split([self.sound.tokens_of(each.frames) for each in sounds], dim=1))
+
+    def _of_frames(self, slices: Sequence[Frames], adapter: bytes) -> list[Tensor]:
         with torch.inference_mode():
             pixels = [pixels_of(each) for each in slices]
             # Frames that are on the device already may still be arriving, and the current stream waits for them.
@@ -179,3 +198,11 @@ class Tower:
         seen = sizes.full_layers * patches + sizes.windowed_layers * min(sizes.window_patches, patches)
         once = patches * sizes.patch_weights + tokens * sizes.token_weights
         return int(sequences * (once + 2 * sizes.hidden * patches * seen))
+
+
+def separated(slices: Sequence[Slice]) -> tuple[list[Sound], list[Frames]]:
+    """The slices of one forward as what they are: all sounds, or all frames."""
+    sounds = [each for each in slices if isinstance(each, Sound)]
+    frames = [each for each in slices if not isinstance(each, Sound)]
+    assert not (sounds and frames)
+    return sounds, frames

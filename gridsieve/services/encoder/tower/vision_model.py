@@ -39,8 +39,8 @@ from gridsieve.services.encoder.tower.saturation import saturate
 from gridsieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes, linear_weights
 from gridsieve.services.encoder.tower.weights import Stored, choose_dtype, fill, find_parts, find_weights, read_weights
 
-# Of Qwen3-VL's checkpoints, and of Qwen2.5-VL's published ones.
-PREFIXES = ("model.visual.", "visual.")
+# Of Qwen3-VL's checkpoints, of Qwen2.5-VL's published ones, and of models that also speak.
+PREFIXES = ("model.visual.", "visual.", "thinker.visual.")
 PATCH_EMBED = "patch_embed.proj."
 ALIGNED_WIDTH = 128
 # Of the tower's modules in the whole model, to which adapters are trained.

@@ -1,4 +1,4 @@
-"""Weights of a vision tower: found by prefix in a checkpoint's files, read to the device, checked against the module.
+"""Weights of a tower: found by prefix in a checkpoint's files, read to the device, checked against the module.
 
 It knows no family: a family's file makes the module.
 """
@@ -55,13 +55,13 @@ def read_weights(
     stored: Mapping[str, Stored],
     dtype: torch.dtype,
     device: torch.device,
-    patch_embed: str,
+    patch_embed: str | None = None,
     cuts: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Reads tensors one by one, straight to the device, and converts them to `dtype`.
 
     Those whose names start with `patch_embed` keep their stored dtype: normalisation is folded into them before they
-    are rounded. cuts: by name, what makes of a tensor the part that is kept.
+    are rounded. None: the tower has no such weights. cuts: by name, what makes of a tensor the part that is kept.
     """
     weights: dict[str, Tensor] = {}
     for path in {each.path for each in stored.values()}:
@@ -71,12 +71,12 @@ def read_weights(
                     tensor = file.get_tensor(each.name)
                     if name in cuts:
                         tensor = cuts[name](tensor)
-                    weights[name] = tensor if name.startswith(patch_embed) else tensor.to(dtype)
+                    weights[name] = tensor if patch_embed and name.startswith(patch_embed) else tensor.to(dtype)
     return weights
 
 
-def fill(module: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Puts `weights` into a module that was made on the meta device.
+def fill(module: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype, tower: str = "vision tower") -> None:
+    """Puts `weights` into a module that was made on the meta device. tower: what it is called in errors.
 
     Raises StartupError naming the tensors that are missing, unknown to the module, or of another shape.
     """
@@ -93,7 +93,7 @@ def fill(module: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> N
     }
     found = [f"{what} {_first_of(names)}" for what, names in complaints.items() if names]
     if found:
-        raise StartupError(f"the checkpoint's vision tower {'; it '.join(found)}")
+        raise StartupError(f"the checkpoint's {tower} {'; it '.join(found)}")
     module.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
 
 
@@ -111,8 +111,8 @@ def choose_dtype(
     for each in stored.values():
         if each.dtype not in _STORED:
             raise StartupError(
-                f"the checkpoint's vision tower is quantised, {each.name} to {each.dtype}; only the language model's "
-                f"weights may be"
+                f"the checkpoint's tower is quantised, {each.name} to {each.dtype}; only the language model's weights "
+                f"may be"
             )
     if wanted != "auto":
         return _DTYPES[wanted]

@@ -190,7 +190,7 @@ class PreprocessStream:
         side = item.frames.size_px[0] // item.grid.h
         size_px = item.frame_px(start) if kept is None else (side * kept.size, side)
         take = self._receiver.take if self._receiver else None
-        buffer = buffer_for(first.chunk, [item.frames.dtype], (frames, *size_px, 3), take)
+        buffer = buffer_for(first.chunk, [item.frames.dtype], (frames, *size_px, item.channels), take)
         add_chunk(buffer, first.chunk)
         while not buffer.complete:
             add_chunk(buffer, _expected(delivery, start, await self._read_frames()).chunk)

@@ -175,6 +175,7 @@ def measured(usage: Usage, timings: Timings) -> dict[str, Any]:
                 "dropped_frames": item.dropped_frames,
                 "sampling_mode": item.sampling_mode,
                 "sampled_frames": item.sampled_frames,
+                "heard_s": item.heard_s,
                 "first_slice_only": item.first_slice_only,
             }
             for item in usage.media

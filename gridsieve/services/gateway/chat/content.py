@@ -1,4 +1,5 @@
-"""Content parts as parts of a prompt. The bytes say whether a part is an image or a video, neither its name nor a type.
+"""Content parts as parts of a prompt. The bytes say whether a part is an image or a video, neither its name nor a type;
+a sound is one by the type of its part.
 
 An animation (GIF, APNG, animated AVIF) is both: its first picture in an image_url, a video elsewhere. Preprocessing
 reads the bytes. The one type with a meaning is that of a video whose frames are pictures:
@@ -12,24 +13,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
-from gridsieve.client.prompt import Frames, Image, Message, Part, Pruning, Text, Video
+from gridsieve.client.prompt import Audio, Frames, Image, Message, Part, Pruning, Text, Video
 from gridsieve.client.tools import ToolCall
 from gridsieve.common.contract.data_urls import DataUrl, parse_data_url
 from gridsieve.common.contract.errors import InvalidRequest, within
 from gridsieve.services.gateway.chat.names import FieldNames, MediaNames, TurnNames
 from gridsieve.services.gateway.chat.request import (
     AnyPart,
+    AudioPart,
     ChatMessage,
     ChatRequest,
     EmbedsPart,
     FilePart,
     ImageEmbedsPart,
     ImageURLPart,
+    InputAudioPart,
     Location,
     MediaOptions,
     MediaPart,
     Pruned,
     TextPart,
+    VideoOptions,
 )
 from gridsieve.services.gateway.files import Uploads
 from gridsieve.services.gateway.http.fields import Strict
@@ -40,7 +44,12 @@ _MAX_FRAMES = 768
 """Of a video, as FrameSampling has them."""
 _COUNTS = {"fps", "num_frames", "min_frames", "max_frames"}
 _LOCATIONS_OF_FILES = ("file_data", "file_id")
-_CHOSEN_NAMES = {"video_start": "start_s", "video_end": "end_s", "max_slice_nums": "max_slices"}
+_CHOSEN_NAMES = {
+    "video_start": "start_s",
+    "video_end": "end_s",
+    "max_slice_nums": "max_slices",
+    "use_audio_in_video": "audio",
+}
 _READ_NAMES = {"frames_indices": "frame_indices", "duration": "end_s"}
 
 Source: TypeAlias = dict[str, Any]
@@ -129,7 +138,10 @@ def media_names(part: MediaOptions, request: MediaOptions, here: str, location: 
         if choice := given.mm_processor_kwargs:
             for name in choice.model_fields_set:
                 sampling[_CHOSEN_NAMES.get(name, name)] = f"{of}mm_processor_kwargs.{name}"
-    return MediaNames(f"{here}.{location}", f"{here}.pruning" if part.pruning else "pruning", sampling)
+    audio = sampling.pop("audio", "")
+    if isinstance(part, VideoOptions) and part.audio is not None:
+        audio = f"{here}.audio"
+    return MediaNames(f"{here}.{location}", f"{here}.pruning" if part.pruning else "pruning", audio, sampling)
 
 
 def _location_of(part: MediaPart) -> str:
@@ -146,9 +158,11 @@ def location_in(part: Strict, fields: Sequence[str]) -> str:
 
 
 def part_of(part: AnyPart, name: str, request: MediaOptions, uploads: Uploads) -> tuple[Part, MediaNames | None]:
-    """The part of a message, and its names if it is an image or a video. request: with options of all its media."""
+    """The part of a message, and its names if it is no text. request: with options of all its media."""
     if isinstance(part, TextPart):
         return Text(part.text), None
+    if isinstance(part, AudioPart):
+        return _sound(part, name)
     if isinstance(part, EmbedsPart):
         return _of_embeds(part, name), MediaNames(
             f"{name}.{part.type}", f"{name}.pruning" if part.pruning else "pruning"
@@ -156,6 +170,20 @@ def part_of(part: AnyPart, name: str, request: MediaOptions, uploads: Uploads) -
     source = _source(part, name, uploads)
     item = media(source, name, part, request, asks_for_image=isinstance(part, ImageURLPart))
     return item, media_names(part, request, name, _location_of(part))
+
+
+def _sound(part: AudioPart, name: str) -> tuple[Audio, MediaNames]:
+    """Raises InvalidRequest for data that are not base64, and a URL that cannot be one of a sound."""
+    if isinstance(part, InputAudioPart):
+        place = f"{name}.input_audio.data"
+        with within(place):
+            data = DataUrl("", is_base64=True, body=part.input_audio.data.encode()).data
+        return Audio(data=data), MediaNames(place)
+    place = f"{name}.{location_in(part, [part.type])}"
+    source = _located(part.audio_url if isinstance(part.audio_url, str) else part.audio_url.url, place)
+    if "pictures" in source:
+        raise InvalidRequest(f"must hold a sound, got {_FRAMES}", field=place)
+    return Audio(**source), MediaNames(place)
 
 
 def _of_embeds(part: EmbedsPart, name: str) -> Image | Video:
@@ -173,15 +201,19 @@ def media(
 
     asks_for_image: of an animation the first picture is meant. Raises InvalidRequest.
     """
-    pruning = _own_pruning(part, name)
+    pruning, chosen = _own_pruning(part, name), _chosen(request, part)
+    if asks_for_image:
+        chosen.pop("audio", None)
+    elif isinstance(part, VideoOptions) and part.audio is not None:
+        chosen["audio"] = part.audio
     if "pictures" in source:
         reading = _reading(request, part)
         times = _times(len(source["pictures"]), reading, name)
         count = {"num_frames": reading["num_frames"]} if "num_frames" in reading else {}
-        sampling = _read(count, _chosen(request, part))
+        sampling = _read(count, chosen)
         return Video(frames=Frames(source["pictures"], times), **sampling, pruning=pruning)
     kind = Image if asks_for_image else Video
-    return kind(**source, **_read(_reading(request, part), _chosen(request, part)), pruning=pruning)
+    return kind(**source, **_read(_reading(request, part), chosen), pruning=pruning)
 
 
 def _own_pruning(part: Pruned, name: str) -> Pruning | None:

@@ -14,10 +14,11 @@ _FRAME_CHOICE = {"start_s": "video_start", "end_s": "video_end", "max_slices": "
 @dataclass(frozen=True, slots=True)
 class MediaNames:
     """location: of the media's URL, file or embeddings. pruning: of the item's pruning, its own or the request's.
-    sampling: of the fields of FrameSampling that the caller set."""
+    audio: of what asks for the sound of a video. sampling: of the fields of FrameSampling that the caller set."""
 
     location: str
-    pruning: str
+    pruning: str = "pruning"
+    audio: str = ""
     sampling: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -70,7 +71,7 @@ class FieldNames:
 
     def _of_turn(self, turn: TurnNames, steps: Sequence[str | int]) -> str:
         match steps:
-            case "parts", int(number), "image" | "video", *rest if number in turn.media:
+            case "parts", int(number), "image" | "video" | "audio", *rest if number in turn.media:
                 return _of_media(turn.media[number], rest)
             case "parts", int(number), *_ if number < len(turn.parts):
                 return turn.parts[number]
@@ -89,6 +90,8 @@ def _of_media(names: MediaNames, steps: Sequence[str | int]) -> str:
     match steps:
         case "frame_sampling", str(name), *_:
             return _of_sampling(name, names.sampling)
+        case ("audio",) if names.audio:
+            return names.audio
         case "pruning", str(name):
             return f"{names.pruning}.{name}"
         case "frames", "pictures" | "timestamps_s" as kind, int(number):  # the caller has one field for all frames

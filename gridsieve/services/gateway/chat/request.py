@@ -48,7 +48,7 @@ class PruningFields(Strict):
 
 class FrameChoice(Strict):
     """`mm_processor_kwargs`: which frames are used, and at what size, in the names of transformers' processors; `mode`
-    is FrameSampling's."""
+    is FrameSampling's. use_audio_in_video: whether the sound of videos is heard, too."""
 
     fps: Annotated[float | None, BeforeValidator(_single)] = None
     num_frames: int | None = None
@@ -59,6 +59,7 @@ class FrameChoice(Strict):
     video_end: float | None = None
     max_slice_nums: int | None = None
     mode: str | None = None
+    use_audio_in_video: bool | None = None
 
     do_sample_frames: Literal[True] | None = None
 
@@ -141,6 +142,12 @@ class MediaOptions(Pruned):
     media_io_kwargs: MediaReading | None = None
 
 
+class VideoOptions(MediaOptions):
+    """Ours: audio, whether the sound of the video is heard, too; before use_audio_in_video of mm_processor_kwargs."""
+
+    audio: bool | None = None
+
+
 class Marked(Strict):
     """What clients mark parts with; it has no effect."""
 
@@ -158,19 +165,38 @@ class ImageURLPart(MediaOptions, Marked):
     image_url: Location | str
 
 
-class VideoURLPart(MediaOptions, Marked):
+class VideoURLPart(VideoOptions, Marked):
     type: Literal["video_url"]
     video_url: Location | str
 
 
-class InputVideoPart(MediaOptions, Marked):
+class InputVideoPart(VideoOptions, Marked):
     type: Literal["input_video"]
     input_video: Location | str
 
 
-class FilePart(MediaOptions, Marked):
+class FilePart(VideoOptions, Marked):
     type: Literal["file"]
     file: File
+
+
+class SoundFile(Strict):
+    """OpenAI's sound: a file's bytes in base64. format: has no effect, the bytes decide."""
+
+    data: str
+    format: Unused = None
+
+
+class InputAudioPart(Marked):
+    type: Literal["input_audio"]
+    input_audio: SoundFile
+
+
+class AudioURLPart(Marked):
+    """vLLM's."""
+
+    type: Literal["audio_url"]
+    audio_url: Location | str
 
 
 class ImageEmbedsPart(Pruned, Marked):
@@ -185,7 +211,8 @@ class VideoEmbedsPart(Pruned, Marked):
 
 MediaPart: TypeAlias = ImageURLPart | VideoURLPart | InputVideoPart | FilePart
 EmbedsPart: TypeAlias = ImageEmbedsPart | VideoEmbedsPart
-AnyPart: TypeAlias = Annotated[TextPart | MediaPart | EmbedsPart, Field(discriminator="type")]
+AudioPart: TypeAlias = InputAudioPart | AudioURLPart
+AnyPart: TypeAlias = Annotated[TextPart | MediaPart | EmbedsPart | AudioPart, Field(discriminator="type")]
 
 
 class CalledFunction(Strict):

@@ -21,6 +21,7 @@ from gridsieve.services.gateway.chat.request import (
     MediaOptions,
     ObjectFormat,
     TextFormat,
+    VideoOptions,
 )
 from gridsieve.services.gateway.http.fields import Strict, Whole, parsed, short
 
@@ -57,7 +58,7 @@ class InputImage(MediaOptions):
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-class InputFile(MediaOptions):
+class InputFile(VideoOptions):
     """A video or an image: its bytes as a data: URL or base64, the id of an uploaded file, or a URL."""
 
     type: Literal["input_file"]
@@ -68,7 +69,7 @@ class InputFile(MediaOptions):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class InputVideo(MediaOptions):
+class InputVideo(VideoOptions):
     """A video by URL, in Open Responses' field or in that of a chat request, or the id of an uploaded file."""
 
     type: Literal["input_video"]

@@ -26,8 +26,9 @@ from gridsieve.services.generation.model.norms import fuse_norms
 from gridsieve.services.generation.parallel.group import Group
 from gridsieve.services.generation.parallel.sharding import Shard, layers_plan, shard
 
-# Of transformers 5, and of published checkpoints whose language model is a whole model of its own.
-LM_HEAD_PREFIXES = ("lm_head.", "language_model.lm_head.", "llm.lm_head.")
+# Of transformers 5, of published checkpoints whose language model is a whole model of its own, and of models that also
+# speak.
+LM_HEAD_PREFIXES = ("lm_head.", "language_model.lm_head.", "llm.lm_head.", "thinker.lm_head.")
 # Of layers with recurrent states, in the order in which they are multiplied.
 RECURRENT_INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 # Frequencies that do not change with the length of the context. Those of longrope change at a length.

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from gridsieve.common.contract.errors import PromptTooLong
-from gridsieve.common.contract.plan import Grid, MediaPlan, PromptPlan
+from gridsieve.common.contract.plan import Grid, MediaPlan, PromptPlan, Run
 from gridsieve.common.contract.retention import ItemPruning, num_kept
 
 # Preprocessing samples at least this many frames of a video, unless the request sets another minimum.
@@ -40,7 +40,7 @@ class PromptLimit:
         """
         answer = 1 if max_new_tokens is None else max_new_tokens
         # Text between the slices of a video (timestamps) scales with their number, so it is not the caller's text.
-        between = sum(_between(item, item.grid.t) for item in plan.media)
+        between = sum(_between(item, item.grid.t) for item in _apart(plan.media))
         text = plan.tokens - between - sum(item.grid.tokens for item in plan.media)
         prompt = text + between + sum(num_kept)
         spare = self.tokens - prompt
@@ -82,12 +82,23 @@ class Limit:
         return tokens <= self.tokens
 
 
+def _apart(media: Sequence[MediaPlan]) -> list[MediaPlan]:
+    """The items, where a video and its sound have one run each: between their runs are those of the other, no text."""
+    apart = list(media)
+    for place, (item, after) in enumerate(pairwise(media)):
+        if after.runs[0].offset < item.runs[-1].end:
+            for each in (place, place + 1):
+                apart[each] = replace(media[each], runs=(Run(media[each].runs[0].offset, media[each].grid.tokens),))
+    return apart
+
+
 def advice(media: Sequence[MediaPlan], limits: Sequence[Limit]) -> str | None:
     """The remedy: a frame_sampling that makes the media fit into all limits; None if none does.
 
     Only decoded media can shrink. The text between their slices counts as theirs. Frames whose tokens do not follow
     their pixels can only become fewer.
     """
+    media = _apart(media)
     ways, sized = [], [item for item in media if not item.fixed_tokens]
     if pixels := _max_pixels(media, limits):
         ways.append(f"`frame_sampling.max_pixels` {pixels}")

@@ -4,16 +4,23 @@
     kept:          [0     3 4     7]              K = 4 is known before the encoder runs, which ones only after it
     pruned:  [text][0 3 4 7][text]                9 tokens, gathered item by item, or part by part, as `kept` arrives
 
+The runs of a video and of its sound take turns; they are gathered up to the first token of either that is missing:
+
+    full:    [text][a a a][b b][a a a][b b][text]
+    arrived:        ─ all of a ─                  up to the first b
+             [text][a a a]
+
 It knows plans only, neither requests nor blocks nor models.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,13 +50,14 @@ class Span:
 class _Arrived:
     """What has arrived of a media item.
 
-    starts: the token of its grid at which each run begins. tokens: of its grid, from the first on, about which `kept`
-    decides; rows: those that are kept. gathered_tokens, gathered_rows: of these, those that are gathered already.
-    waiting: the kept tokens that are not.
+    starts: the token of its grid at which each run begins. offsets: the tokens of the prompt at which they begin.
+    tokens: of its grid, from the first on, about which `kept` decides; rows: those that are kept. gathered_tokens,
+    gathered_rows: of these, those that are gathered already. waiting: the kept tokens that are not.
     """
 
     runs: Sequence[Run]
     starts: list[int]
+    offsets: list[int]
     tokens: int = 0
     rows: int = 0
     gathered_tokens: int = 0
@@ -60,6 +68,11 @@ class _Arrived:
     def runs_of(self, first: int, end: int) -> slice:
         """The runs that hold tokens [first, end) of the grid."""
         return slice(bisect_right(self.starts, first) - 1, bisect_left(self.starts, end))
+
+    def tokens_before(self, limit: int) -> int:
+        """How many tokens of the grid are before a token of the prompt."""
+        which = bisect_left(self.offsets, limit) - 1
+        return 0 if which < 0 else self.starts[which] + min(self.runs[which].length, limit - self.offsets[which])
 
     def full_indices(self, first: int, end: int) -> NDArray[np.intp]:
         """Where tokens [first, end) of the grid are in the full layout; there is at least one."""
@@ -78,7 +91,7 @@ class PrunedPrompt:
     tokens: length of the pruned prompt; the grids and rates determine it before any item arrives. An item whose number
         of tokens a threshold decides has a bound in both, until it arrives.
     ids: int32 [tokens or more]; positions: int32 [3, tokens or more]; both valid up to `ready`.
-    ready: tokens gathered so far: those before the first token of an item that has not arrived.
+    ready: tokens gathered so far: those before the first token of an item that is missing.
     delta: decoded token i has position tokens + i + delta on all three axes.
     spans: the media rows within [0, ready), in order.
     identities: int64 [2, tokens or more], valid up to `ready`: (0, token id) or (id of encoded media, token of
@@ -104,7 +117,12 @@ class PrunedPrompt:
         self._bounded = tuple(bounded) or (False,) * len(plan.media)
         self._mask = np.ones(plan.tokens, np.bool_)
         self._arrived = [
-            _Arrived(item.runs, [*accumulate((run.length for run in item.runs[:-1]), initial=0)]) for item in plan.media
+            _Arrived(
+                item.runs,
+                [*accumulate((run.length for run in item.runs[:-1]), initial=0)],
+                [run.offset for run in item.runs],
+            )
+            for item in plan.media
         ]
         self._next_item = 0
         self._cursor = 0
@@ -194,46 +212,58 @@ class PrunedPrompt:
         return self.identities[:, first:end].tobytes() + self.positions[:, first:end].tobytes()
 
     def rows_end(self, media_index: int, rows: int) -> int:
-        """The token after the first `rows` rows of a delivered item; 0 if rows is 0."""
+        """The token after the first `rows` rows of a delivered item; 0 if rows is 0.
+
+        More than all tokens, if not all of these rows are gathered: those of another item are missing between them.
+        """
+        if rows > self._arrived[media_index].gathered_rows:
+            return self.tokens + 1
         spans = [span for span in self.spans if span.media_index == media_index and span.first_row < rows]
         return spans[-1].offset + min(rows - spans[-1].first_row, spans[-1].length) if spans else 0
 
     def _gather(self) -> None:
-        """Gathers up to the first token of an item that has not arrived, or to the end of the prompt."""
-        media = self.plan.media
-        first = self._next_item
-        while self._next_item < len(media) and not self.missing(self._next_item):
-            self._next_item += 1
-        limit = self.plan.tokens
-        if self._next_item < len(media):
-            arrived = self._arrived[self._next_item]
-            limit = int(arrived.full_indices(arrived.tokens, arrived.tokens + 1)[0])
+        """Gathers up to the first token that is missing, or to the end of the prompt."""
+        media, limit = self.plan.media, self.plan.tokens
+        reached = range(self._next_item, self._next_item)  # items that begin before the limit
+        for index in range(self._next_item, len(media)):
+            arrived = self._arrived[index]
+            if arrived.offsets[0] > limit:
+                break
+            reached = range(self._next_item, index + 1)
+            if self.missing(index):
+                limit = min(limit, int(arrived.full_indices(arrived.tokens, arrived.tokens + 1)[0]))
         taken = np.flatnonzero(self._mask[self._cursor : limit]) + self._cursor
         end = self.ready + taken.size
         self.ids[self.ready : end] = self.plan.input_ids[taken]
         self.positions[:, self.ready : end] = self.plan.positions[:, taken]
         self.identities[0, self.ready : end] = 0
         self.identities[1, self.ready : end] = self.ids[self.ready : end]
-        for index in range(first, min(self._next_item + 1, len(media))):
-            self._add_spans(index, taken)
+        spans = [span for index in reached for span in self._new_spans(index, taken, limit)]
+        self.spans += sorted(spans, key=attrgetter("offset"))
         self._cursor, self.ready = limit, end
+        while self._next_item < len(media) and not self.missing(self._next_item):
+            if self._arrived[self._next_item].gathered_tokens < media[self._next_item].grid.tokens:
+                break
+            self._next_item += 1
 
-    def _add_spans(self, index: int, taken: NDArray[np.intp]) -> None:
+    def _new_spans(self, index: int, taken: NDArray[np.intp], limit: int) -> Iterator[Span]:
+        """The rows of an item among the tokens that are taken, which are before `limit`."""
         item = self._arrived[index]
-        if not item.waiting:
+        until = min(item.tokens, item.tokens_before(limit))
+        if until <= item.gathered_tokens:
             return
         kept = np.concatenate(item.waiting)
-        for run in item.runs[item.runs_of(item.gathered_tokens, item.tokens)]:
+        for run in item.runs[item.runs_of(item.gathered_tokens, until)]:
             start, end = np.searchsorted(taken, (run.offset, run.end))
             if end > start:
                 span = Span(self.ready + int(start), int(end - start), index, item.gathered_rows)
                 self.identities[0, span.offset : span.end] = item.encoded_id
                 self.identities[1, span.offset : span.end] = kept[: span.length]
-                self.spans.append(span)
+                yield span
                 kept = kept[span.length :]
                 item.gathered_rows += span.length
-        item.gathered_tokens = item.tokens
-        item.waiting.clear()
+        item.gathered_tokens = until
+        item.waiting = [kept]
 
 
 def full_indices(item: MediaPlan) -> NDArray[np.intp]:

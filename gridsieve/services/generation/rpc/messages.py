@@ -25,6 +25,7 @@ def usage_message(plan: PromptPlan, prunings: Sequence[ItemPruning], num_kept: S
             dropped_frames=item.file.dropped_frames,
             sampling_mode=item.sampling_mode,
             sampled_frames=item.sampled_frames,
+            heard_s=item.heard_s,
             # EVS ranks slice 0 first, so if exactly one slice's tokens are kept, they are those of slice 0.
             first_slice_only=item.modality is Modality.VIDEO
             and pruning.method == EVS

@@ -12,8 +12,10 @@ from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.plan import Grid, Modality, SizePx
 from gridsieve.common.contract.tensors import DType
 from gridsieve.families import family_of
-from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
+from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout, SharedToken
+from gridsieve.services.preprocessing.prompt.positions import LinearSpan
 from gridsieve.services.preprocessing.prompt.tokens import PromptTexts
+from gridsieve.services.preprocessing.sound.features import LogMel
 from gridsieve.services.preprocessing.video.resize import View
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from gridsieve.services.preprocessing.video.timing import TimeBase
@@ -35,6 +37,7 @@ class Family(PromptTexts, ABC):
     takes_max_slices: whether a request may say how many slices a picture has.
     fixed_tokens: whether the tokens of a frame are not in proportion to its pixels.
     canvas_markers: of `canvas_positions`, where the spans of expansions are those of canvases.
+    log_mel: the features of sounds; None: the model takes no sounds.
     """
 
     token_px: int
@@ -45,6 +48,7 @@ class Family(PromptTexts, ABC):
     takes_max_slices: bool = False
     fixed_tokens: bool = False
     canvas_markers: tuple[int, ...] = ()
+    log_mel: LogMel | None = None
 
     @abstractmethod
     def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
@@ -86,8 +90,12 @@ class Family(PromptTexts, ABC):
         parts = self.image(*_SLICED_PX, wish, 0, 1).expansion
         if Modality.VIDEO in self.placeholders:
             grid = self.video_grid(slices, *self.video_size(*_SLICED_PX, slices, wish))
-            parts += self.expansion(grid, TimeBase.of_step(Fraction(1), grid.t, slices))
-        return [part for part in parts if isinstance(part, str)]
+            base = TimeBase.of_step(Fraction(1), grid.t, slices)
+            parts += self.expansion(grid, base)
+            if self.log_mel:
+                parts += self.clip(grid, base, 1)
+        texts = (part.text if isinstance(part, SharedToken) else part for part in parts)
+        return [text for text in texts if isinstance(text, str)]
 
     @staticmethod
     def fixed_size(size_px: SizePx, wish: FrameSampling) -> SizePx:
@@ -103,6 +111,18 @@ class Family(PromptTexts, ABC):
 
         Raises InvalidRequest for a grid that no video has.
         """
+
+    def sound_tokens(self, frames: int) -> int:
+        """How many tokens a sound becomes whose features have so many frames; 0: it is too short."""
+        raise NotImplementedError
+
+    def sound(self, tokens: int) -> Expansion:
+        """The expansion of the placeholder of a sound by itself."""
+        return (LinearSpan(tokens),)
+
+    def clip(self, grid: Grid, base: TimeBase, tokens: int) -> Expansion:
+        """The expansion of the placeholder of a video with its sound, of so many `tokens`."""
+        raise NotImplementedError
 
     def embedded_image(self, grid: Grid, tile_columns: int, index: int) -> Expansion:
         """The expansion of the embeddings of an image, the image `index` of the prompt.

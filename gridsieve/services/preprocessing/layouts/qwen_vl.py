@@ -38,6 +38,7 @@ class VideoDefaults:
     cap_pixels_per_frame; 0: it is not read. old_names: the processors, image or video, whose min_pixels and max_pixels
     override the size. only: supported values of settings that the family does not read. temporal_patch: frames of a
     patch. image_merge: patches per side of an image's token; None: as many as of a video's. fps, max_frames: of videos.
+    sized_as_images: whether the size of images is that of videos whose processor has no file of its own.
     """
 
     patch_px: int
@@ -50,6 +51,7 @@ class VideoDefaults:
     image_merge: int | None = None
     fps: float = 2.0
     max_frames: int = 768
+    sized_as_images: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,8 @@ class QwenVL(Family):
         image_merge = defaults.image_merge or merge
         temporal = vision.whole("temporal_patch_size", defaults.temporal_patch)
         image = checkpoint.processor("image")
-        video = checkpoint.processor("video") or image
+        own_video = checkpoint.processor("video")
+        video = own_video or image
         check_processors(checkpoint, **defaults.only)
         for name, settings, merged in (("image", image, image_merge), ("video", video, merge)):
             for key, value in (("patch_size", patch), ("merge_size", merged), ("temporal_patch_size", temporal)):
@@ -84,7 +87,12 @@ class QwenVL(Family):
             "placeholders": PLACEHOLDERS,
             "token_px": patch * merge,
             "image_budget": _budget(image, patch * image_merge, defaults.image_size, "image" in defaults.old_names),
-            "video_budget": _budget(video, patch * merge, defaults.size, "video" in defaults.old_names),
+            "video_budget": _budget(
+                video if defaults.sized_as_images else own_video,
+                patch * merge,
+                defaults.size,
+                "video" in defaults.old_names,
+            ),
             "max_video_tokens": video.whole("max_video_tokens", defaults.max_tokens)
             if defaults.max_tokens and video.get("cap_pixels_per_frame")
             else None,

@@ -2,14 +2,24 @@
 
 All later stages gather or slice these positions; only decoded tokens add `index + delta`, which continues them.
 It knows no model family: a family describes its prompt as spans.
-Source: Qwen2-VL, arXiv 2409.12191, section 2.1; time scaled by seconds as in Qwen2.5-VL, arXiv 2502.13923.
+
+Pictures and sound of a clip count positions from one start, and their parts take turns by time:
+
+    tokens       <bos> <bos> │ pictures │ sound │ pictures │ sound │ sound │ <eos> <eos> │ text
+    positions      s−1   s−1 │ s … in the first two seconds │ … the next two │ …  e     e    e+1 …
+                             └ of the pictures (s + time, s + row, s + column), of the sound s + number
+
+What follows begins after the greatest position of the last part, even where a part before it reached further.
+Source: Qwen2-VL, arXiv 2409.12191, section 2.1; time scaled by seconds as in Qwen2.5-VL, arXiv 2502.13923; clips with
+their sound as in `get_rope_index` of transformers 5.24's Qwen2.5-Omni, arXiv 2503.20215.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import zip_longest
 from typing import TypeAlias
 
 import numpy as np
@@ -54,26 +64,93 @@ class LinearSpan:
 MediaSpan: TypeAlias = GridSpan | LinearSpan
 
 
-def positions_of(spans: Sequence[TextSpan | MediaSpan]) -> Int32Array:
+@dataclass(frozen=True, slots=True)
+class PartSpan:
+    """Tokens [begin, end) of a clip's pictures (a grid) or of its sound (linear), which share their start with the
+    other parts of the clip. begins: it is the first of them."""
+
+    whole: MediaSpan
+    begin: int
+    end: int
+    begins: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def of_sound(self) -> bool:
+        return isinstance(self.whole, LinearSpan)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSpan:
+    """A text token that has the position of the token before it, or of the token behind it."""
+
+    before: bool
+    tokens: int = 1
+
+
+Span: TypeAlias = TextSpan | SharedSpan | MediaSpan | PartSpan
+
+
+def clip_parts(pictures: GridSpan, sound: LinearSpan, chunk: int) -> tuple[PartSpan, ...]:
+    """Pictures and sound of a clip in turns: those of the first `chunk` positions of time, of the next, and so on.
+
+    As in transformers, at a jump in time of several chunks a part for each of these is a single token.
+    """
+    cuts = [[(span, *cut) for cut in _chunks(_places(span)[0], chunk)] for span in (pictures, sound)]
+    parts = [part for together in zip_longest(*cuts) for part in together if part]
+    return tuple(PartSpan(span, begin, end, number == 0) for number, (span, begin, end) in enumerate(parts))
+
+
+def _chunks(times: Int64Array, chunk: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of each part of tokens at these times, which do not decrease."""
+    begin, following = 0, chunk
+    while (end := max(begin + 1, int(np.searchsorted(times, following)))) < times.size:
+        yield begin, end
+        begin, following = end, following + chunk
+    yield begin, times.size
+
+
+def positions_of(spans: Sequence[Span]) -> Int32Array:
     """Positions of a prompt laid out as `spans`: int32 [3, N], the axes time, height, width.
 
-    A span that starts at p = (maximum over all axes so far) + 1 puts token (i, j, k) of a grid at
+    A span that starts at p = (maximum over all axes of the span before it) + 1 puts token (i, j, k) of a grid at
     (p + ⌊i · time_step⌋, p + j, p + k), or (p + times[i], p + j, p + k), and token n of another span at p + n on every
-    axis.
+    axis. All parts of a clip start where the first of them starts.
     Raises PromptTooLong where videos last so long that a position would pass MAX_POSITION.
     """
     parts: list[Int32Array] = []
-    start = 0
+    start = clip_start = 0
+    of_clip: dict[MediaSpan, Int64Array] = {}  # pictures and sound of the clip whose parts are laid out
     for span in spans:
-        part = _grid(span) if isinstance(span, GridSpan) else np.broadcast_to(np.arange(span.tokens), (3, span.tokens))
-        if not part.size:
+        if not span.tokens:
             continue
-        last = start + int(part.max())
+        if isinstance(span, SharedSpan):
+            parts.append(np.full((3, 1), max(0, start - span.before), np.int32))
+            continue
+        at = start
+        if isinstance(span, PartSpan):
+            if span.begins:
+                clip_start, of_clip = start, {}
+            at = clip_start
+            if span.whole not in of_clip:
+                of_clip[span.whole] = _places(span.whole)
+            part = of_clip[span.whole][:, span.begin : span.end]
+        else:
+            part = _places(span)
+        last = at + int(part.max())
         if last > MAX_POSITION:
             raise PromptTooLong(f"the prompt's videos reach position {last}, at most {MAX_POSITION} is allowed")
-        parts.append((part + start).astype(np.int32))
+        parts.append((part + at).astype(np.int32))
         start = last + 1
     return np.concatenate(parts, axis=1) if parts else np.zeros((3, 0), np.int32)
+
+
+def _places(span: TextSpan | MediaSpan) -> Int64Array:
+    """Positions of a span's tokens from its start, [3, n]."""
+    return _grid(span) if isinstance(span, GridSpan) else np.broadcast_to(np.arange(span.tokens), (3, span.tokens))
 
 
 def _grid(span: GridSpan) -> Int64Array:

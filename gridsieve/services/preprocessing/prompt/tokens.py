@@ -22,12 +22,11 @@ import numpy as np
 from gridsieve.common.chat_templates import TemplateSource, chat_templates
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import InvalidRequest, StartupError
-from gridsieve.common.contract.plan import Int32Array, Modality
-from gridsieve.services.preprocessing.prompt.canvas import CanvasSpan
+from gridsieve.common.contract.plan import Modality
 from gridsieve.services.preprocessing.prompt.control_tokens import control_tokens, named_tokens
-from gridsieve.services.preprocessing.prompt.layout import Expansion, MediaTokens
+from gridsieve.services.preprocessing.prompt.layout import Expansion, MediaTokens, Piece, SharedId, SharedToken
 from gridsieve.services.preprocessing.prompt.plain_text import PlainText
-from gridsieve.services.preprocessing.prompt.positions import MediaSpan
+from gridsieve.services.preprocessing.prompt.positions import PartSpan, SharedSpan
 from gridsieve.services.preprocessing.prompt.template import ChatTemplate, Marks
 from gridsieve.services.preprocessing.prompt.turns import Tool, Turn
 
@@ -109,10 +108,11 @@ class ChatTokens:
         check_cancelled: Callable[[], None] = lambda: None,
         tools: Sequence[Tool] = (),
         options: Mapping[str, Any] = {},
-    ) -> list[Int32Array | MediaTokens]:
+    ) -> list[Piece]:
         """Ids (int32 [n]) of the rendered conversation, and between them the tokens of its media.
 
-        expansions: of the media items in the order of the turns; no text in them may spell a placeholder.
+        expansions: of the media in the order of the turns; no text in them may spell a placeholder. A video with its
+        sound has one expansion, and is two items.
         check_cancelled: called before each text and while a large one waits; an exception from it ends the call.
         options: variables of the template, before those of the family.
         Raises InvalidRequest if the template refuses the turns, leaves out some of their text or media, or does not
@@ -127,8 +127,7 @@ class ChatTokens:
         if placed != asked:
             text = f"hold {len(asked)} media, the checkpoint's chat template places {len(placed)} of them"
             raise InvalidRequest(text, field="prompt.messages")
-        spans = [(item, part) for item, each in enumerate(expansions) for part in each if not isinstance(part, str)]
-        return self._tokenise(self._expanded(rendered, expansions), spans, check_cancelled)
+        return self._tokenise(self._expanded(rendered, expansions), _numbered(expansions), check_cancelled)
 
     def _chosen(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> ChatTemplate:
         """The template that renders these turns. Raises InvalidRequest for tools that none shows."""
@@ -217,8 +216,12 @@ class ChatTokens:
                 pieces.append(piece)
             elif piece in self._media:
                 mark = self._marks.marked(piece)
-                parts = (self._marks.marked(part) if isinstance(part, str) else mark for part in next(following))
-                pieces.append("".join(parts))
+                of_sound = self._placeholders.get(Modality.AUDIO, mark)
+                for part in next(following):
+                    if isinstance(part, str):
+                        pieces.append(self._marks.marked(part))
+                    else:
+                        pieces.append(of_sound if _is_of_sound(part) else mark)
             else:
                 pieces.append(self._marks.marked(piece))
         return self._marks.split("".join(pieces))
@@ -226,12 +229,12 @@ class ChatTokens:
     def _tokenise(
         self,
         pieces: Sequence[str],
-        spans: Sequence[tuple[int, int | MediaSpan | CanvasSpan]],
+        spans: Sequence[tuple[int, Any]],
         check_cancelled: Callable[[], None],
-    ) -> list[Int32Array | MediaTokens]:
-        """pieces: text, control token, text, …"""
+    ) -> list[Piece]:
+        """pieces: text, control token, text, … spans: what each placeholder stands for, and of which item."""
         following = iter(spans)
-        made: list[Int32Array | MediaTokens] = []
+        made: list[Piece] = []
         begins = self._begin is not None and [*pieces[:2]] == ["", self._begin]
         ids: list[int] = [] if begins else list(self._text.prefix)
         for index, piece in enumerate(pieces):
@@ -242,12 +245,30 @@ class ChatTokens:
                 if isinstance(span, int):
                     ids.append(span)
                     continue
-                made += [np.array(ids, np.int32), MediaTokens(item, self._pad_ids[piece], span)]
+                made.append(np.array(ids, np.int32))
                 ids = []
+                if isinstance(span, SharedToken):
+                    made.append(SharedId(self._control[span.text], SharedSpan(span.before)))
+                else:
+                    made.append(MediaTokens(item, self._pad_ids[piece], span))
             else:
                 ids.append(self._control[piece])
         made.append(np.array(ids + self._text.suffix, np.int32))
         return [piece for piece in made if piece.size]
+
+
+def _numbered(expansions: Sequence[Expansion]) -> list[tuple[int, Any]]:
+    """The parts of expansions that are no text, each with the number of its item. The sound of a video is one more."""
+    numbered, item = list[tuple[int, Any]](), 0
+    for parts in expansions:
+        numbered += [(item + _is_of_sound(part), part) for part in parts if not isinstance(part, str)]
+        item += 1 + any(map(_is_of_sound, parts))
+    return numbered
+
+
+def _is_of_sound(part: object) -> bool:
+    """Whether a part of a video's expansion is one of its sound."""
+    return isinstance(part, PartSpan) and part.of_sound
 
 
 def _texts(turns: Sequence[Turn]) -> list[str]:

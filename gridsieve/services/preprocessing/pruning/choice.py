@@ -51,7 +51,8 @@ def choice_of(pruning: ItemPruning, plan: MediaPlan, shares: bool = False) -> To
     if not pruning.drops:
         return None
     if plan.modality is not Modality.VIDEO:
-        raise InvalidRequest("is for videos, the selected item is an image", field="pruning")
+        what = "an image" if plan.modality is Modality.IMAGE else "a sound"
+        raise InvalidRequest(f"is for videos, the selected item is {what}", field="pruning")
     if pruning.method not in BEFORE_TOWER:
         raise InvalidRequest(field="pruning.method", limit=f"one of {', '.join(BEFORE_TOWER)}", value=pruning.method)
     height, width = plan.frames.size_px

@@ -40,6 +40,7 @@ MAX_EMBEDS_SLICES = 2**15
 # Keeps one prompt from flooding another server with requests.
 MAX_URLS = 32
 
+_A = {Modality.IMAGE: "an image", Modality.VIDEO: "a video", Modality.AUDIO: "a sound"}
 _ROLES = {
     prompt_pb2.ROLE_SYSTEM: "system",
     prompt_pb2.ROLE_USER: "user",
@@ -129,7 +130,7 @@ def _object(text: str, name: str) -> dict[str, Any]:
 def _part(part: prompt_pb2.Part, name: str) -> str | MediaRequest:
     kind = part.WhichOneof("content")
     if kind is None:
-        raise InvalidRequest("must hold text, image or video, it holds none", field=name)
+        raise InvalidRequest("must hold text, image, video or audio, it holds none", field=name)
     if kind == "text":
         return part.text
     return _media(getattr(part, kind), Modality(kind), f"{name}.{kind}")
@@ -155,6 +156,9 @@ def _media(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaReque
     source = media.WhichOneof("source")
     if source is None:
         raise InvalidRequest("must hold data, data_bytes, url, path, frames or embeds, it holds none", field=name)
+    if media.audio and (modality is not Modality.VIDEO or source in ("frames", "embeds")):
+        text = f"is for video files, got the {source} of {_A[modality]}"
+        raise InvalidRequest(text, field=f"{name}.audio")
     if source == "frames":
         return _frames(media, modality, name)
     if source != "embeds":
@@ -163,7 +167,9 @@ def _media(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaReque
             location = _location(media.url, name)
         elif source == "data_bytes":
             location = MediaFile(media.data_bytes)
-        return MediaRequest(name, modality, location, _sampling(media.frame_sampling, name))
+        return MediaRequest(name, modality, location, _sampling(media.frame_sampling, name), hears=media.audio)
+    if modality is Modality.AUDIO:
+        raise InvalidRequest("is for images and videos only", field=f"{name}.embeds", remedy="send the sound as `data`")
     if media.HasField("frame_sampling"):
         raise InvalidRequest("must not be set with embeds, which have no frames", field=f"{name}.frame_sampling")
     return MediaRequest(name, modality, _embeds(media.embeds, modality, name), FrameSampling())
@@ -171,8 +177,8 @@ def _media(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaReque
 
 def _frames(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaRequest:
     """A video whose frames are pictures: their bytes one after the other, or the size of what follows the prompt."""
-    if modality is Modality.IMAGE:
-        raise InvalidRequest("is for videos only", field=f"{name}.frames", remedy="send the picture as `data`")
+    if modality is not Modality.VIDEO:
+        raise InvalidRequest("is for videos only", field=f"{name}.frames", remedy="send the file as `data`")
     pictures, sizes = list(media.frames.pictures), list(media.frames.sizes_bytes)
     if pictures and sizes:
         raise InvalidRequest("must hold pictures or sizes_bytes, it holds both", field=f"{name}.frames")

@@ -29,24 +29,20 @@ from gridsieve.common.telemetry.tracing import span
 from gridsieve.common.yielding import begin_call
 from gridsieve.services.preprocessing.conversation import Conversation
 from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
-from gridsieve.services.preprocessing.planner import PlannedPrompt, Planner, Readers
+from gridsieve.services.preprocessing.planner import PlannedMedia, PlannedPrompt, Planner, Readers
 from gridsieve.services.preprocessing.pruning.choice import TokenChoice, choice_of
 from gridsieve.services.preprocessing.rpc.decode_stats import DecodeStats
 from gridsieve.services.preprocessing.rpc.messages import conversation_of, frames_responses, plan_responses
 from gridsieve.services.preprocessing.rpc.metrics import count_frames
 from gridsieve.services.preprocessing.rpc.planning_threads import PlanningThreads
 from gridsieve.services.preprocessing.rpc.watching import Watching
+from gridsieve.services.preprocessing.sound.planned import PlannedSound
 from gridsieve.services.preprocessing.sources.in_thread import in_thread
 from gridsieve.services.preprocessing.sources.source import ReceivedFile
 from gridsieve.services.preprocessing.video.repeats import Repeats
-from gridsieve.services.preprocessing.video.slices import (
-    PlannedEmbeds,
-    PlannedMedia,
-    PlannedVideo,
-    Slice,
-)
+from gridsieve.services.preprocessing.video.slices import PlannedEmbeds, PlannedVideo, Slice
 from gridsieve.services.preprocessing.workers.job_queue import JobQueue
-from gridsieve.services.preprocessing.workers.jobs import VideoSlices
+from gridsieve.services.preprocessing.workers.jobs import SoundFeatures, VideoSlices
 from gridsieve.services.preprocessing.workers.media_reader import Indexes, MediaReader, indexes
 from gridsieve.services.preprocessing.workers.segments import SegmentedDecoding
 from gridsieve.services.preprocessing.workers.streams import StreamWorkers
@@ -144,7 +140,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
 
     async def _plan(self, conversation: Conversation) -> PlannedPrompt:
         reader = MediaReader(self._reading_queue, self._decoding_queue, self._known)
-        readers = Readers(reader.packets, reader.pictures, reader.check_cancelled, reader.shots)
+        readers = Readers(reader.packets, reader.pictures, reader.check_cancelled, reader.shots, reader.sound)
         threads = self._quick if conversation.is_quick else self._slow
         job = asyncio.ensure_future(threads.call(partial(self._planner.plan, conversation, readers)))
         try:
@@ -168,7 +164,10 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         if isinstance(media, PlannedEmbeds):
             return
         with DecodeStats(media_index) as stats:
-            made = self._chosen(media, choice, stats) if choice else self._decoded(media, stats)
+            if isinstance(media, PlannedSound):
+                made = self._heard(media, stats)
+            else:
+                made = self._chosen(media, choice, stats) if choice else self._decoded(media, stats)
             async with aclosing(made) as slices:
                 async for each in slices:
                     if repeats:
@@ -176,6 +175,13 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     shared = bool(sender and each.memory and await sender.send(each.memory, each.pixels.nbytes))
                     for response in frames_responses(media_index, each, shared):
                         await queue.put(response)
+
+    async def _heard(self, sound: PlannedSound, stats: DecodeStats) -> AsyncGenerator[Slice]:
+        """The features of a sound, as its one slice."""
+        async with self._decoding_queue.stream(SoundFeatures(sound)) as made:
+            async for each in made:
+                stats.count(each)
+                yield each
 
     async def _chosen(self, media: PlannedVideo, choice: TokenChoice, stats: DecodeStats) -> AsyncGenerator[Slice]:
         """The tokens that are kept of each slice."""

@@ -24,11 +24,11 @@ from av.packet import Packet
 from av.video.stream import VideoStream
 
 # Formats whose clock may leap at any packet (FFmpeg's AVFMT_TS_DISCONT): a leap says nothing about what was recorded.
-_LEAPING_FORMATS = ("mpegts", "mpeg")
-_LEAP_S = 10
+LEAPING_FORMATS = ("mpegts", "mpeg")
+LEAP_S = 10
 MAX_EPOCHS = 1000
 # Decoding times of some muxers go back by less.
-_JITTER_S = Fraction(1, 10)
+JITTER_S = Fraction(1, 10)
 # The format whose packets are counted: missing ones show where recordings were joined. FFmpeg marks the frame before
 # the join, or the one before that.
 _COUNTING_FORMAT = "mpegts"
@@ -85,8 +85,8 @@ class EpochReader:
         self._read = 0
         self._parts = [_Part(0)]
         self._damaged = -_NEAR  # the last packet that the container calls damaged
-        self._back = round(_JITTER_S / time_base)
-        self._ahead = round(_LEAP_S / time_base) if format_name in _LEAPING_FORMATS else None
+        self._back = round(JITTER_S / time_base)
+        self._ahead = round(LEAP_S / time_base) if format_name in LEAPING_FORMATS else None
         self._counts = format_name == _COUNTING_FORMAT
 
     def __len__(self) -> int:

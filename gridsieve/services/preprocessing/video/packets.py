@@ -12,9 +12,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain, islice, pairwise
+from typing import TypeVar
 
 import av
 import numpy as np
+from av.audio.stream import AudioStream
 from av.codec.hwaccel import HWAccel
 from av.container import InputContainer
 from av.packet import Packet
@@ -31,6 +33,8 @@ from gridsieve.services.preprocessing.video.orientation import ON_ITS_SIDE, UPRI
 from gridsieve.services.preprocessing.video.sampling import FrameTimes
 from gridsieve.services.preprocessing.video.timing import MAX_LENGTH_S
 from gridsieve.services.preprocessing.video.unread_formats import unread_format
+
+StreamT = TypeVar("StreamT", VideoStream, AudioStream)
 
 MAX_FRAME_PX = 2**26
 MAX_PACKETS = 2**22
@@ -60,7 +64,8 @@ class PacketIndex:
     dropped_frames: how many are not shown: without a keyframe before them, with the time of another, or a wrong one.
     epochs: where the clock starts again, see `epochs`; all times are shown ones.
     pts, keyframes: int64 arrays; tuples would take ten times the memory for a long video.
-    pts: None where the container stores no usable ones: frames are then identified by their order.
+    pts: None where the container stores no usable ones: frames are then identified by their order, and first_tick is
+        the decoding time at which the first one is shown, in the time base of `times`.
     sizes: bytes of the packet of each frame, as many as pts; None where pts is None.
     height_px, width_px: of an upright frame with square pixels. orientation: EXIF number of the turn that makes a
         decoded frame upright.
@@ -76,6 +81,12 @@ class PacketIndex:
     dropped_frames: int = 0
     epochs: tuple[Epoch, ...] = (Epoch(0, 0),)
     sizes: array[int] | None = None
+    first_tick: int = 0
+
+    @property
+    def begins_s(self) -> Fraction:
+        """When the first frame is shown, in seconds of the container's time."""
+        return (self.first_tick if self.pts is None else self.pts[0]) * self.times.time_base
 
     def keyframe_places(self, begin: int, end: int) -> list[int]:
         """The places of keyframes among the frames [begin, end), increasing. Empty where their times are not known."""
@@ -87,10 +98,12 @@ class PacketIndex:
 
 
 @contextmanager
-def open_video(source: Source, accelerator: HWAccel | None = None) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Opens the container and its `video_stream`. Raises MediaRejected for a file that is not read.
+def open_container(
+    source: Source, accelerator: HWAccel | None = None, kinds: str = "an image or a video"
+) -> Iterator[InputContainer]:
+    """Opens the container. Raises MediaRejected for a file that is not read.
 
-    accelerator: of the decoders of all its streams, where it has any.
+    accelerator: of the decoders of all its streams, where it has any. kinds: what it may be, for error texts.
     """
     with source.open() as file:
         if unread := unread_format(file):
@@ -100,14 +113,24 @@ def open_video(source: Source, accelerator: HWAccel | None = None) -> Iterator[t
         except MemoryError:
             raise
         except (av.FFmpegError, ValueError) as error:
-            text = f"cannot be read as an image or a video: {reason_of(error)}"
+            text = f"cannot be read as {kinds}: {reason_of(error)}"
             raise MediaRejected(text, field=source.name) from error
         with container:
-            stream = video_stream(container, source.name)
-            if _reads_one_picture(container.format.name):
-                text = f"is a picture that is not read ({container.format.name.removesuffix('_pipe')})"
-                raise MediaRejected(text, field=source.name, remedy="convert it to JPEG, PNG, WebP or AVIF")
-            yield container, stream
+            yield container
+
+
+@contextmanager
+def open_video(source: Source, accelerator: HWAccel | None = None) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """Opens the container and its `video_stream`. Raises MediaRejected for a file that is not read.
+
+    accelerator: as in `open_container`.
+    """
+    with open_container(source, accelerator) as container:
+        stream = video_stream(container, source.name)
+        if _reads_one_picture(container.format.name):
+            text = f"is a picture that is not read ({container.format.name.removesuffix('_pipe')})"
+            raise MediaRejected(text, field=source.name, remedy="convert it to JPEG, PNG, WebP or AVIF")
+        yield container, stream
 
 
 def video_stream(container: InputContainer, name: str) -> VideoStream:
@@ -150,13 +173,13 @@ def _reads_one_picture(demuxer: str) -> bool:
     return demuxer == "ico" or (demuxer.endswith("_pipe") and demuxer not in ("jpeg_pipe", "png_pipe"))
 
 
-def packets_of(container: InputContainer, stream: VideoStream) -> Iterator[Packet[VideoStream]]:
+def packets_of(container: InputContainer, stream: StreamT) -> Iterator[Packet[StreamT]]:
     """The stream's packets from the container's current position to its end, or to where reading fails."""
     with suppress(av.FFmpegError):
         yield from (packet for packet in demuxed(container, stream) if packet.size)
 
 
-def demuxed(container: InputContainer, stream: VideoStream) -> Iterator[Packet[VideoStream]]:
+def demuxed(container: InputContainer, stream: StreamT) -> Iterator[Packet[StreamT]]:
     """As `packets_of`, with an empty packet at the end. Raises FFmpegError where reading fails."""
     packets = container.demux(stream)
     while True:
@@ -215,8 +238,8 @@ def _index(
     rates = tuple(rate for rate in declared if rate and rate > 0)
     tail = max(1, round(1 / ((*rates, _FALLBACK_RATE)[0] * time_base)))
     if by_order:
-        times = _times_in_order(reader, held, tail, time_base, rates or (_FALLBACK_RATE,))
-        return PacketIndex(times, None, array("q"))
+        first_tick, times = _times_in_order(reader, held, tail, time_base, rates or (_FALLBACK_RATE,))
+        return PacketIndex(times, None, array("q"), first_tick=first_tick)
     if len(reader) > MAX_EPOCHS:
         raise MediaRejected(f"has a clock that starts again more than {MAX_EPOCHS} times", field=source.name)
     epochs = reader.epochs(tail)
@@ -231,8 +254,8 @@ def _index(
 
 def _times_in_order(
     reader: EpochReader, held: int, step: int, time_base: Fraction, rates: tuple[Fraction, ...]
-) -> FrameTimes:
-    """Times of frames that only their order identifies: by decoding times if all packets have one, else by rate.
+) -> tuple[int, FrameTimes]:
+    """The first tick and the times of frames that only their order identifies: by decoding times, else by rate.
 
     decoding times    0  1  2  3  9 10          a decoder that holds two frames shows the first one with the third
     shown                   2  3  9 10 11 12
@@ -240,9 +263,9 @@ def _times_in_order(
     dts, frames = reader.dts, reader.packets
     within = chain((-MAX_PTS,), dts, (MAX_PTS,))
     if len(dts) < frames or any(before >= after for before, after in pairwise(within)):
-        return FrameTimes(array("q", range(frames)), 1, 1 / rates[0], rates[:1])
+        return 0, FrameTimes(array("q", range(frames)), 1, 1 / rates[0], rates[:1])
     shown = (dts + array("q", (dts[-1] + step * number for number in range(1, held + 1))))[held:]
-    return FrameTimes(array("q", (each - shown[0] for each in shown)), step, time_base, rates)
+    return shown[0], FrameTimes(array("q", (each - shown[0] for each in shown)), step, time_base, rates)
 
 
 def _orientation(source: Source) -> int:

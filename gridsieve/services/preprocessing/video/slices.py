@@ -160,6 +160,3 @@ class PlannedEmbeds:
     def slices(self) -> Generator[Slice, None, None]:
         """Yields nothing."""
         yield from ()
-
-
-PlannedMedia = PlannedVideo | PlannedEmbeds

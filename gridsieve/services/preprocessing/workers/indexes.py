@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gridsieve.common.contract.errors import PeerContract
+from gridsieve.services.preprocessing.sound.runs import MAX_RATE
+from gridsieve.services.preprocessing.sound.track import SoundIndex
 from gridsieve.services.preprocessing.video.completeness import MAX_MISSING
 from gridsieve.services.preprocessing.video.epochs import MAX_EPOCHS, Epoch
 from gridsieve.services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, MAX_PTS, PacketIndex
@@ -19,6 +21,10 @@ from gridsieve.services.preprocessing.video.timing import MAX_LENGTH_S
 from gridsieve.services.preprocessing.workers.protocol import MAX_INT, Facts
 
 _MAX_RATES = 3
+# More than any sound has that FFmpeg reads.
+_MAX_CHANNELS = 2**16
+# Two times of a container differ by at most so much, in seconds.
+_MAX_START_S = 2 * MAX_PTS
 
 
 def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
@@ -31,6 +37,7 @@ def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
     facts = {
         "frames": len(times.ticks),
         "by_order": int(index.pts is None),
+        "first_tick": index.first_tick,
         "tail_ticks": times.tail_ticks,
         "time_base": _pairs(times.time_base),
         "rates": _pairs(*times.rates[:_MAX_RATES]),
@@ -77,6 +84,7 @@ def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
         dropped_frames=facts.integer("dropped_frames", 0, MAX_PACKETS),
         epochs=_epochs(facts),
         sizes=None if by_order else array("I", sizes.astype(np.uint32).tobytes()),
+        first_tick=facts.integer("first_tick", -MAX_PTS, MAX_PTS),
     )
 
 
@@ -96,6 +104,38 @@ def picture_index_of(facts: Facts, ends: tuple[int, ...]) -> PictureIndex:
     if len(orientations) != max(1, len(ends)):
         raise PeerContract("a worker's index has another number of pictures than the request")
     return PictureIndex(ends, orientations, *_frame_size(facts), moves=bool(facts.integer("moves", 0, 1)))
+
+
+def sound_index_facts(index: SoundIndex | None) -> dict[str, Any]:
+    """An index of a sound track as fields; none for a file without sound."""
+    if index is None:
+        return {}
+    return {
+        "start_s": _pairs(index.start_s),
+        "duration_s": _pairs(index.duration_s),
+        "rate": index.rate,
+        "channels": index.channels,
+        "codec": index.codec,
+    }
+
+
+def sound_index_of(facts: Facts) -> SoundIndex | None:
+    """The inverse of `sound_index_facts`. Raises PeerContract for an index that `read_sound` cannot have made."""
+    if "start_s" not in facts.values:
+        return None
+    start_s, duration_s = (signed_fraction(facts, name) for name in ("start_s", "duration_s"))
+    if abs(start_s) > _MAX_START_S or not 0 <= duration_s <= MAX_LENGTH_S:
+        raise PeerContract("a worker's index of a sound begins or ends where none does")
+    rate, channels = facts.integer("rate", 1, MAX_RATE), facts.integer("channels", 1, _MAX_CHANNELS)
+    return SoundIndex(start_s, duration_s, rate, channels, facts.text("codec"))
+
+
+def signed_fraction(facts: Facts, name: str) -> Fraction:
+    """A fraction of any sign, sent as a pair of integers."""
+    parts = facts.integers(name, 2, -MAX_INT, MAX_INT)
+    if len(parts) != 2 or parts[1] < 1:
+        raise PeerContract(f"a worker's {name} must be a fraction")
+    return Fraction(*parts)
 
 
 def _epochs(facts: Facts) -> tuple[Epoch, ...]:

@@ -18,6 +18,8 @@ from gridsieve.common.contract.errors import PeerContract
 from gridsieve.common.contract.plan import FRAME_DTYPES, MAX_FRAME_SIDE_PX, SizePx
 from gridsieve.common.contract.tensors import DType
 from gridsieve.common.sealed_memory import SealedMemory
+from gridsieve.services.preprocessing.sound.planned import PlannedSound
+from gridsieve.services.preprocessing.sound.track import SoundIndex
 from gridsieve.services.preprocessing.sources.source import Source
 from gridsieve.services.preprocessing.video.packets import MAX_PACKETS, PacketIndex
 from gridsieve.services.preprocessing.video.pictures import PictureIndex
@@ -29,6 +31,8 @@ from gridsieve.services.preprocessing.workers.indexes import (
     index_of,
     picture_index_facts,
     picture_index_of,
+    sound_index_facts,
+    sound_index_of,
 )
 from gridsieve.services.preprocessing.workers.protocol import MAX_INT, Facts
 
@@ -106,6 +110,18 @@ class IndexPictures(_Reading):
 
     def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> PictureIndex:
         return picture_index_of(facts, self.ends)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSound(_Reading):
+    """Reads the packets of a file's sound track: its index, or nothing for a file without one."""
+
+    def order(self, done: int) -> Order:
+        return Order("index_sound")
+
+    def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> tuple[SoundIndex, ...]:
+        index = sound_index_of(facts)
+        return () if index is None else (index,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +233,41 @@ class VideoSlices:
         return made
 
 
+@dataclass(frozen=True, slots=True)
+class SoundFeatures:
+    """Decodes a part of a sound track, and makes its features: one piece. Each second counts as a frame."""
+
+    sound: PlannedSound
+    pieces: ClassVar[int] = 1
+
+    @property
+    def source(self) -> Source:
+        return self.sound.source
+
+    @property
+    def piece_bytes(self) -> int:
+        return math.prod(self.sound.shape) * DType.FLOAT32.itemsize
+
+    @property
+    def frames(self) -> int:
+        return math.ceil(self.sound.length_s)
+
+    def order(self, done: int) -> Order:
+        sound = self.sound
+        facts = {
+            "begin_s": [sound.start_s.numerator, sound.start_s.denominator],
+            "samples": sound.samples,
+            "log_mel": asdict(sound.log_mel),
+        }
+        return Order("sound_features", sound_index_facts(sound.index) | facts)
+
+    def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> Slice:
+        made = _made(0, self.sound.shape, DType.FLOAT32, facts, data, memory)
+        if not np.isfinite(made.pixels).all():
+            raise PeerContract("a worker's features of a sound are not finite")
+        return made
+
+
 def _sent_facts(size_px: SizePx, views: Sequence[View | None], dtype: DType) -> dict[str, Any]:
     return {"size_px": size_px, "views": [view and asdict(view) for view in views], "dtype": FRAME_DTYPES.index(dtype)}
 
@@ -236,13 +287,20 @@ def _view(squared: Sequence[int] | None, through: Sequence[Sequence[int]], **oth
 def _slice(
     first_frame: int, shape: tuple[int, ...], dtype: DType, facts: Facts, data: UInt8Array, memory: SealedMemory | None
 ) -> Slice:
+    made = _made(first_frame, shape, dtype, facts, data, memory)
+    # Resampling overshoots the levels 0 to 255 by less than their range. Not a number is neither above nor below.
+    if dtype is not DType.UINT8 and not (made.pixels.min() > -255 and made.pixels.max() < 510):
+        raise PeerContract("a worker's slice has values that no resampling makes")
+    return made
+
+
+def _made(
+    first_frame: int, shape: tuple[int, ...], dtype: DType, facts: Facts, data: UInt8Array, memory: SealedMemory | None
+) -> Slice:
     if data.size != dtype.itemsize * np.prod(shape):
         raise PeerContract(f"a worker's slice has {data.size} bytes, which is not the size of {dtype.label} {shape}")
     repaired = facts.integer("repaired_frames", 0, shape[0])
     pixels = data.view(dtype.label).reshape(shape)
-    # Resampling overshoots the levels 0 to 255 by less than their range. Not a number is neither above nor below.
-    if dtype is not DType.UINT8 and not (pixels.min() > -255 and pixels.max() < 510):
-        raise PeerContract("a worker's slice has values that no resampling makes")
     return Slice(
         first_frame=first_frame,
         pixels=pixels,

@@ -10,17 +10,20 @@ from collections.abc import Callable
 from typing import TypeAlias, TypeVar, cast
 
 from gridsieve.common.contract.errors import Unavailable
+from gridsieve.services.preprocessing.sound.track import SoundIndex
 from gridsieve.services.preprocessing.sources.last_used import LastUsed
 from gridsieve.services.preprocessing.sources.source import Source
 from gridsieve.services.preprocessing.video.packets import PacketIndex
 from gridsieve.services.preprocessing.video.pictures import PictureIndex
 from gridsieve.services.preprocessing.workers.job_queue import JobQueue
-from gridsieve.services.preprocessing.workers.jobs import FindShots, IndexPictures, IndexVideo, Job
+from gridsieve.services.preprocessing.workers.jobs import FindShots, IndexPictures, IndexSound, IndexVideo, Job
 
-T = TypeVar("T", PacketIndex, PictureIndex, tuple[int, ...])
+T = TypeVar("T", PacketIndex, PictureIndex, tuple[int, ...], tuple[SoundIndex, ...])
 
+# Of shots the first frames; of sound the one index, or none.
+Index: TypeAlias = PacketIndex | PictureIndex | tuple[int, ...] | tuple[SoundIndex, ...]
 # By what was read, and the digest of the media.
-Indexes: TypeAlias = LastUsed[tuple[str, bytes], PacketIndex | PictureIndex | tuple[int, ...]]
+Indexes: TypeAlias = LastUsed[tuple[str, bytes], Index]
 _MAX_INDEX_BYTES = 2**26
 
 
@@ -29,7 +32,7 @@ def indexes(on_get: Callable[[bool], None] = lambda _: None) -> Indexes:
     return LastUsed(_MAX_INDEX_BYTES, _size_of, on_get)
 
 
-def _size_of(index: PacketIndex | PictureIndex | tuple[int, ...]) -> int:
+def _size_of(index: Index) -> int:
     """Bytes of memory, roughly."""
     if isinstance(index, tuple):
         return 512 + 40 * len(index)
@@ -65,6 +68,10 @@ class MediaReader:
     def pictures(self, source: Source, ends: tuple[int, ...]) -> PictureIndex:
         """As `read_pictures`; the source's digest must depend on `ends`. Raises Unavailable once cancelled."""
         return self._read(IndexPictures(source, ends), self._pool)
+
+    def sound(self, source: Source) -> SoundIndex | None:
+        """As `read_sound`. Raises Unavailable once the request is cancelled."""
+        return next(iter(self._read(IndexSound(source), self._pool)), None)
 
     def check_cancelled(self) -> None:
         """Raises Unavailable once the request is cancelled."""

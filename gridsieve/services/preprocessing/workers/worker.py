@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -29,6 +30,9 @@ from gridsieve.common.contract.errors import GridsieveError, MediaRejected, Star
 from gridsieve.common.contract.plan import MAX_FRAME_SIDE_PX, SizePx
 from gridsieve.common.process import give_back_freed_memory
 from gridsieve.common.sealed_memory import sealed
+from gridsieve.services.preprocessing.sound.features import LogMel
+from gridsieve.services.preprocessing.sound.planned import PlannedSound
+from gridsieve.services.preprocessing.sound.track import read_sound
 from gridsieve.services.preprocessing.sources.source import Source, check_file_size
 from gridsieve.services.preprocessing.video.card import Card
 from gridsieve.services.preprocessing.video.packets import PacketIndex, read_packets
@@ -41,10 +45,14 @@ from gridsieve.services.preprocessing.workers.indexes import (
     index_of,
     picture_index_facts,
     picture_index_of,
+    signed_fraction,
+    sound_index_facts,
+    sound_index_of,
 )
 from gridsieve.services.preprocessing.workers.jobs import sent_of
 from gridsieve.services.preprocessing.workers.limits import Limits, confine
 from gridsieve.services.preprocessing.workers.protocol import (
+    MAX_INT,
     MAX_TEXT_CHARACTERS,
     PROGRESS_S,
     Facts,
@@ -95,10 +103,21 @@ def index_video(task: Task) -> Generator[Piece, None, None]:
     frames, length_s = len(index.times.ticks), index.times.length_s
     if frames > task.limits.frames:
         raise MediaRejected(f"has {frames} frames, at most {task.limits.frames} are allowed", field=task.source.name)
+    _check_length(task, length_s)
+    yield Piece(*index_facts(index))
+
+
+def index_sound(task: Task) -> Generator[Piece, None, None]:
+    index = read_sound(task.source)
+    if index is not None:
+        _check_length(task, index.duration_s)
+    yield Piece(sound_index_facts(index))
+
+
+def _check_length(task: Task, length_s: Fraction) -> None:
     if length_s > task.limits.length_s:
         text = f"lasts {float(length_s):.0f} s, at most {task.limits.length_s} are allowed"
         raise MediaRejected(text, field=task.source.name)
-    yield Piece(*index_facts(index))
 
 
 def index_pictures(task: Task) -> Generator[Piece, None, None]:
@@ -110,6 +129,14 @@ def find_shots_of(task: Task) -> Generator[Piece, None, None]:
     end = task.facts.integer("end", 1, len(index.times.ticks))
     shots = find_shots(task.source, index, task.facts.integer("begin", 0, end - 1), end, task.progress, task.card)
     yield Piece({}, np.asarray(shots, np.int64))
+
+
+def sound_features(task: Task) -> Generator[Piece, None, None]:
+    index = sound_index_of(task.facts)
+    assert index is not None
+    begin_s, samples = signed_fraction(task.facts, "begin_s"), task.facts.integer("samples", 1, MAX_INT)
+    sound = PlannedSound(task.source, index, begin_s, samples, LogMel(**task.facts.values["log_mel"]))
+    yield from _pieces(sound.slices(task.progress))
 
 
 def video_slices(task: Task) -> Generator[Piece, None, None]:
@@ -168,7 +195,9 @@ def _tile_px(facts: Facts) -> SizePx | None:
 JOBS: JobTable = {
     "index_video": index_video,
     "index_pictures": index_pictures,
+    "index_sound": index_sound,
     "find_shots": find_shots_of,
+    "sound_features": sound_features,
     "video_slices": video_slices,
     "picture_frames": picture_frames,
     "watched_frames": watched_frames,

@@ -4,7 +4,8 @@
     rank r            receive order, patches ─▶ encode its share ─▶ send answer, embeddings
 
 If a rank ends, the tower has failed for good, and the error names the rank and how it ended. A forward that fails on
-one rank fails as a whole; the next one runs. It knows neither how ranks are started nor what a batch is.
+one rank fails as a whole; the next one runs. Sounds are not shared out: rank 0 alone has a sound tower. It knows
+neither how ranks are started nor what a batch is.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import structlog
 import torch
@@ -25,7 +26,8 @@ from gridsieve.services.encoder.tower.graph_buckets import PackingLimit, Size, f
 from gridsieve.services.encoder.tower.parallel.assignment import assign
 from gridsieve.services.encoder.tower.parallel.exchange import TIMEOUT, Exchange, announced, packed
 from gridsieve.services.encoder.tower.patches import Frames
-from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.services.encoder.tower.sound import Sound
+from gridsieve.services.encoder.tower.tower import Slice, Tower, separated
 
 # Answers of a rank. DONE: its tower is loaded, or its share is encoded and its embeddings follow. Any other answer is
 # the text of an error.
@@ -33,6 +35,8 @@ DONE = b""
 NO_MEMORY = b"its device has no memory left"
 
 log = structlog.get_logger()
+
+S = TypeVar("S", bound=Slice)
 
 
 class Others(Protocol):
@@ -89,12 +93,17 @@ class ParallelTower(ABC):
         """The error that callers get once a rank has ended."""
         return Unavailable(f"the tower of the encoder has ended: {self.rank_failure.cause}", "encoder")
 
-    def encode(self, slices: Sequence[Frames], adapter: bytes = b"") -> list[Tensor]:
+    def encode(self, slices: Sequence[Slice], adapter: bytes = b"") -> list[Tensor]:
         """See `Tower.encode`; on the device of rank 0. Raises Unavailable once a rank has ended."""
+        sounds, frames = separated(slices)
         if self.rank_failure.cause is None:
             try:
                 with torch.inference_mode():
-                    return self._encode(slices, adapter)
+                    if sounds:
+                        return [
+                            each for forward in _forwards(sounds, self._packing) for each in self.own.encode(forward)
+                        ]
+                    return self._encode(frames, adapter)
             except OutOfStep:
                 if not self.rank_failure.wait():
                     log.exception("the ranks are out of step")
@@ -159,10 +168,22 @@ class DataParallelTower(ParallelTower):
 
 
 def packing_of(tower: Tower, max_tokens: int) -> PackingLimit:
-    """The limit of one forward of the tower: its own, or `max_tokens` tokens."""
-    return tower.packing or PackingLimit(
+    """The limit of one forward of the tower: its own, or `max_tokens` tokens, of which sounds have one for as many rows
+    as a token has patches."""
+    pictures = tower.packing or PackingLimit(
         token_limit(max_tokens), lambda frames: Size(load := tower.patches.load(frames.shape), 1, 0, load)
     )
+    sound = tower.sound
+    if sound is None:
+        return pictures
+
+    def size_of(each: Slice) -> Size:
+        if not isinstance(each, Sound):
+            return pictures.size_of(each)
+        load = -(-sound.rows_of(each.frames) // tower.patches.merge**2)
+        return Size(load, 1, 0, load)
+
+    return PackingLimit(pictures.largest, size_of)
 
 
 def encode_share(tower: Tower, slices: Sequence[Frames], packing: PackingLimit, adapter: bytes = b"") -> Tensor:
@@ -180,9 +201,9 @@ def empty_embeds(tower: Tower, tokens: int) -> Tensor:
     return torch.empty((1 + tower.embed_levels, tokens, width), dtype=tower.dtype, device=tower.device)
 
 
-def _forwards(slices: Sequence[Frames], packing: PackingLimit) -> Iterator[Sequence[Frames]]:
+def _forwards(slices: Sequence[S], packing: PackingLimit) -> Iterator[Sequence[S]]:
     while slices:
-        count = fitting((packing.size_of(frames) for frames in slices), packing.largest)
+        count = fitting((packing.size_of(each) for each in slices), packing.largest)
         yield slices[:count]
         slices = slices[count:]
 
