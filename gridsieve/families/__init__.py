@@ -151,8 +151,9 @@ FAMILIES = (
         prompt="prompt:Qwen3Omni.from_checkpoint",
         tower="tower:load_qwen3_omni",
         text="text:QWEN3_OMNI_MOE",
+        sound="sound:load_sound_tower",
         positions="M-RoPE, time in seconds",
-        limits="no audio",
+        media=tuple(Modality),
         live=True,
     ),
     ModelFamily(

@@ -60,6 +60,22 @@ QWEN3_VL: Sizes = {
     },
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": []}
+# Qwen3-Omni's sound tower, whose attention sees two chunks of 100 frames, and the tokens around sounds.
+_SOUND = {
+    "num_mel_bins": 16,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "d_model": 32,
+    "output_dim": 64,
+    "downsample_hidden_size": 8,
+    "n_window_infer": 200,
+}
+_SOUND_TOKENS = {
+    "audio_start_token_id": "<|audio_start|>",
+    "audio_token_id": "<|audio_pad|>",
+    "audio_end_token_id": "<|audio_end|>",
+}
 # Attention layers between others with a recurrent state, twice as many value heads as key heads.
 QWEN3_5: Sizes = {
     "text": {
@@ -168,9 +184,16 @@ def write_qwen3_vl_moe(folder: Path, seed: int, moe_intermediate: int = 48, text
 
 def write_qwen3_omni_moe(folder: Path, seed: int) -> Path:
     """The thinker, with its sound tower."""
-    sound = {"num_mel_bins": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48}
-    sound |= {"d_model": 32, "output_dim": 64, "downsample_hidden_size": 8, "n_window_infer": 200}
-    return _write(
+    ids: dict[str, int] = {}
+
+    def change(tokenizer: Any) -> None:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(_SOUND_TOKENS.values())})
+        ids.update({name: tokenizer.get_vocab()[token] for name, token in _SOUND_TOKENS.items()})
+        video = "{%- elif part['type'] == 'video'"
+        sound = "{%- elif part['type'] == 'audio' or 'audio' in part -%}\n<|audio_start|><|audio_pad|><|audio_end|>\n"
+        tokenizer.chat_template = tokenizer.chat_template.replace(video, sound + video)
+
+    _write(
         folder,
         seed,
         (Qwen3OmniMoeThinkerConfig, Qwen3OmniMoeThinkerForConditionalGeneration),
@@ -178,8 +201,14 @@ def write_qwen3_omni_moe(folder: Path, seed: int) -> Path:
         {**EXPERTS, "moe_intermediate_size": 48},
         pixels=((64 * 64, 192 * 192), (64 * 64, 128 * 128)),
         name="Qwen2VL",
-        others={"audio_config": sound, "position_id_per_seconds": 12},
+        change=change,
+        others={"audio_config": _SOUND, "position_id_per_seconds": 12},
     )
+    extractor = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": _SOUND["num_mel_bins"]}
+    for file, added in (("config.json", ids), ("preprocessor_config.json", extractor)):
+        path = folder / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | added))
+    return folder
 
 
 def write_qwen3_5(folder: Path, seed: int, text: Mapping[str, Any] | None = None) -> Path:

@@ -4,7 +4,8 @@
     Qwen2.5-VL    the time between slices determines their distance in positions
     Qwen2.5-Omni  as Qwen2.5-VL, and sounds: of a video, pictures and sound take turns every two seconds
     Qwen3-VL      also 3.5, 3.6, 3.8, dense and mixture of experts: each slice is a grid, after its timestamp
-    Qwen3-Omni    as Qwen2.5-VL, with Qwen3-VL's patches
+    Qwen3-Omni    as Qwen2.5-VL, with Qwen3-VL's patches; of a video with its sound, each slice is before the token of
+                  the sound of its time
 
 Of Qwen3-VL a video's placeholder becomes `<0.3 seconds><|vision_start|>(grid)<|vision_end|>` for each slice. The chat
 template's own <|vision_start|> and <|vision_end|> stay around all of them, as in transformers 5.24; older versions
@@ -26,11 +27,18 @@ from typing import Self
 import numpy as np
 
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.common.contract.plan import Grid, Modality, SizePx
+from gridsieve.common.contract.plan import MAX_FRAME_SIDE_PX, Grid, Modality, SizePx
 from gridsieve.families.parts.sampling import count_of, from_first_to_last
-from gridsieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_least_a_token, at_most, by_slice
+from gridsieve.services.preprocessing.layouts.qwen_vl import (
+    PLACEHOLDERS,
+    QwenVL,
+    VideoDefaults,
+    at_least_a_token,
+    at_most,
+    by_slice,
+)
 from gridsieve.services.preprocessing.prompt.layout import Expansion, SharedToken
-from gridsieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan, clip_parts
+from gridsieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan, clip_parts, slice_parts
 from gridsieve.services.preprocessing.sound.features import LogMel
 from gridsieve.services.preprocessing.video.resize import PixelBudget, smart_resize
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
@@ -65,7 +73,8 @@ _DEFAULTS_OF_OMNI = VideoDefaults(
     old_names=("image", "video"),
     sized_as_images=False,
 )
-_POSITIONS_PER_SECOND = 25
+# Of half a chunk, in frames.
+_SOUND_WINDOW = 50
 # Of Qwen3-VL-Embedding and -Reranker, in tokens: of an image, and of each frame of a video.
 _RETRIEVED_IMAGE, _RETRIEVED_FRAME = (4, 1800), (128, 768)
 _DEEPSTACK_INDEXES = (8, 16, 24)
@@ -178,18 +187,35 @@ class Qwen25Omni(Qwen25VL):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3Omni(Qwen25VL):
-    """Its thinker, without sound."""
+    """sound_chunk: frames of a sound that the convolutions see at once."""
+
+    sound_chunk: int
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
         """Videos have the size of their own processor, not of the image processor, or else that of its class."""
-        per_second = checkpoint.config.number("position_id_per_seconds", _POSITIONS_PER_SECOND)
+        per_second = checkpoint.config.number("position_id_per_seconds", _OMNI_TOKENS_PER_SECOND)
+        log_mel = LogMel.from_checkpoint(checkpoint, padded=False)
         return cls.read(
             checkpoint,
             _DEFAULTS_OF_OMNI,
+            placeholders={**PLACEHOLDERS, Modality.AUDIO: "<|audio_pad|>"},
             tokens_per_second=Fraction(str(per_second)),
             embed_levels=len(_deepstack_indexes(checkpoint)),
+            # The model takes any length; a frame of a plan has this many columns at most.
+            log_mel=replace(log_mel, max_samples=MAX_FRAME_SIDE_PX * log_mel.hop),
+            sound_chunk=2 * checkpoint.config.part("audio_config").whole("n_window", _SOUND_WINDOW),
         )
+
+    def sound_tokens(self, frames: int) -> int:
+        """Of eight frames one, rounded up in each chunk; three convolutions make it."""
+        chunks, rest = divmod(frames, self.sound_chunk)
+        return chunks * -(-self.sound_chunk // 8) + -(-rest // 8)
+
+    def clip(self, grid: Grid, base: TimeBase, tokens: int) -> Expansion:
+        """The template's own <|vision_start|> and <|vision_end|> are around it."""
+        pictures = GridSpan(grid, self.tokens_per_second * base.seconds_per_grid)
+        return ("<|audio_start|>", *slice_parts(pictures, LinearSpan(tokens)), "<|audio_end|>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

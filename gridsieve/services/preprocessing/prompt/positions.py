@@ -104,6 +104,23 @@ def clip_parts(pictures: GridSpan, sound: LinearSpan, chunk: int) -> tuple[PartS
     return tuple(PartSpan(span, begin, end, number == 0) for number, (span, begin, end) in enumerate(parts))
 
 
+def slice_parts(pictures: GridSpan, sound: LinearSpan) -> tuple[PartSpan, ...]:
+    """Pictures and sound of a clip in turns: each slice of the pictures before the first token of the sound whose
+    number is not below the slice's time. The first slice is before the sound."""
+    step, tokens, heard, shown = pictures.time_step, pictures.grid.slice_tokens, 0, 0
+    parts: list[tuple[MediaSpan, int, int]] = []
+    for each in range(1, pictures.grid.t):
+        # Not the slice's position, which is the number below its time.
+        before = min(sound.tokens, -(-each * step.numerator // step.denominator))
+        if before > heard:
+            parts += ((pictures, shown * tokens, each * tokens), (sound, heard, before))
+            shown, heard = each, before
+    parts.append((pictures, shown * tokens, pictures.tokens))
+    if heard < sound.tokens:
+        parts.append((sound, heard, sound.tokens))
+    return tuple(PartSpan(*part, number == 0) for number, part in enumerate(parts))
+
+
 def _chunks(times: Int64Array, chunk: int) -> Iterator[tuple[int, int]]:
     """Begin and end of each part of tokens at these times, which do not decrease."""
     begin, following = 0, chunk
