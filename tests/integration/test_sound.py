@@ -70,7 +70,11 @@ async def client(hearing: Stack) -> AsyncIterator[GridsieveClient]:
 async def test_answers_about_sounds_and_clips_with_their_sound_are_those_of_transformers_generate(
     hearing: Stack, client: GridsieveClient, omni: Path
 ) -> None:
-    reference, family = load_reference("qwen2_5_omni", omni), FAMILIES["qwen2_5_omni"]
+    await check_answers("qwen2_5_omni", omni, hearing, client)
+
+
+async def check_answers(name: str, omni: Path, hearing: Stack, client: GridsieveClient) -> None:
+    reference, family = load_reference(name, omni), FAMILIES[name]
     for parts in MIXES:
         inputs = await model_inputs(hearing.addresses["preprocessing"], parts, QUESTION, family, omni, reference.config)
         check_answer(await client.ask(list(parts), QUESTION, **GREEDY), reference, inputs)
@@ -79,8 +83,12 @@ async def test_answers_about_sounds_and_clips_with_their_sound_are_those_of_tran
 async def test_a_pruned_clip_keeps_its_whole_sound_and_obeys_the_law(
     hearing: Stack, client: GridsieveClient, omni: Path
 ) -> None:
-    """Asked twice, because the second answer comes from the prefix cache."""
-    reference, family = load_reference("qwen2_5_omni", omni), FAMILIES["qwen2_5_omni"]
+    await check_pruned("qwen2_5_omni", omni, hearing, client)
+
+
+async def check_pruned(name: str, omni: Path, hearing: Stack, client: GridsieveClient) -> None:
+    """Asks twice, because the second answer comes from the prefix cache."""
+    reference, family = load_reference(name, omni), FAMILIES[name]
     preprocessing, encoder = hearing.addresses["preprocessing"], hearing.addresses["encoder"]
     for pruning in (Pruning(0.75, "evs"), Pruning(0.5, "pixel_change"), Pruning(0.0, "pixel_change", threshold=0.1)):
         parts = (Video(data=SPOKEN, fps=2, audio=True, pruning=pruning), PICTURE, Audio(data=BELL))
@@ -96,6 +104,17 @@ async def test_a_pruned_clip_keeps_its_whole_sound_and_obeys_the_law(
             assert not again or answer.usage.cached_prompt_tokens > answer.usage.prompt_tokens // 2
 
 
+def levels_of(
+    inputs_embeds: torch.Tensor, visual_pos_masks: Any = None, deepstack_visual_embeds: Any = None, **_: Any
+) -> list[torch.Tensor]:
+    """The embeddings that a language model is given, [N, D], and those that it adds after each of its first layers."""
+    levels = [inputs_embeds[0]]
+    for each in deepstack_visual_embeds or ():
+        levels.append(torch.zeros_like(levels[0]))
+        levels[-1][visual_pos_masks[0]] = each
+    return levels
+
+
 @torch.no_grad()
 def check_gathered(answer: Answer, model: Any, inputs: dict[str, Any], encoded: Sequence[Encoded]) -> None:
     """Compares an answer with one forward of the language model over what is kept of transformers' own sequence.
@@ -104,17 +123,17 @@ def check_gathered(answer: Answer, model: Any, inputs: dict[str, Any], encoded: 
     """
     given: list[torch.Tensor] = []
     text = model.model.language_model
-    hook = text.register_forward_pre_hook(lambda *call: given.append(call[2]["inputs_embeds"][0]), with_kwargs=True)
+    hook = text.register_forward_pre_hook(lambda *call: given.extend(levels_of(**call[2])), with_kwargs=True)
     model(**inputs)
     hook.remove()
     taken = np.ones(inputs["input_ids"].shape[1], bool)
     for each in encoded:
         places = np.concatenate([np.arange(run.offset, run.end) for run in each.plan.runs])
         taken[np.delete(places, each.kept)] = False
-        own = torch.from_numpy(each.values[0].copy())
-        if each.pruning.method == "pixel_change":
-            given[0][places[each.kept]] = own
-        torch.testing.assert_close(own, given[0][places[each.kept]], atol=1e-5, rtol=0)
+        for level, own in zip(given, torch.from_numpy(each.values.copy()), strict=True):
+            if each.pruning.method == "pixel_change":
+                level[places[each.kept]] = own
+            torch.testing.assert_close(own, level[places[each.kept]], atol=1e-5, rtol=0)
     positions, delta = model.get_rope_index(
         inputs["input_ids"],
         inputs["image_grid_thw"],
@@ -125,11 +144,15 @@ def check_gathered(answer: Answer, model: Any, inputs: dict[str, Any], encoded: 
         inputs["video_second_per_grid"],
     )
     said = torch.tensor(answer.token_ids)
-    embeds = torch.cat([given[0][torch.from_numpy(taken)], text.get_input_embeddings()(said[:-1])])
+    answered = text.get_input_embeddings()(said[:-1])
+    embeds = torch.cat([given[0][torch.from_numpy(taken)], answered])
     following = torch.arange(len(taken), len(taken) + len(said) - 1) + delta[0]
     axes = torch.cat([positions[:, 0, torch.from_numpy(taken)], following.expand(3, -1)], dim=1)
     mask = torch.ones(1, len(embeds), dtype=torch.long)
-    states = text(inputs_embeds=embeds[None], position_ids=axes[:, None], attention_mask=mask).last_hidden_state[0]
+    deeper = [torch.cat([level[torch.from_numpy(taken)], torch.zeros_like(answered)]) for level in given[1:]]
+    stacked = {"visual_pos_masks": mask.bool(), "deepstack_visual_embeds": deeper} if deeper else {}
+    positioned = {"position_ids": axes[:, None], "attention_mask": mask}
+    states = text(inputs_embeds=embeds[None], **positioned, **stacked).last_hidden_state[0]
     logprobs = model.lm_head(states[-len(said) :]).log_softmax(dim=-1)
     assert answer.logprobs == pytest.approx(logprobs.gather(1, said[:, None])[:, 0].tolist(), abs=1e-4)
     assert said.tolist() == logprobs.argmax(dim=-1).tolist()
