@@ -153,6 +153,7 @@ FAMILIES = (
         text="text:QWEN3_OMNI_MOE",
         sound="sound:load_sound_tower",
         positions="M-RoPE, time in seconds",
+        limits="no spoken answers; sounds of at most 327 seconds",
         media=tuple(Modality),
         live=True,
     ),
