@@ -59,7 +59,7 @@ _PLACEHOLDERS_OF_OMNI: Mapping[Modality, str] = {
     Modality.VIDEO: "<|VIDEO|>",
     Modality.AUDIO: "<|AUDIO|>",
 }
-_OMNI_CHUNK_S = 2
+_POSITIONS_PER_SECOND, _OMNI_CHUNK_S = 25, 2
 _DEFAULTS_OF_3 = VideoDefaults(
     patch_px=16,
     size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
@@ -194,7 +194,7 @@ class Qwen3Omni(Qwen25VL):
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
         """Videos have the size of their own processor, not of the image processor, or else that of its class."""
-        per_second = checkpoint.config.number("position_id_per_seconds", _OMNI_TOKENS_PER_SECOND)
+        per_second = checkpoint.config.number("position_id_per_seconds", _POSITIONS_PER_SECOND)
         log_mel = LogMel.from_checkpoint(checkpoint, padded=False)
         return cls.read(
             checkpoint,
