@@ -93,7 +93,7 @@ async def inputs_of_prompt(
     for item in plan.media:
         for run in item.runs:
             types[0, run.offset : run.end] = 1 if item.modality is Modality.IMAGE else 2
-    if config.model_type == "qwen2_5_omni_thinker":
+    if config.model_type in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"):
         return _omni(plan, frames, ids, folder, family)
     if config.model_type.startswith("glm"):
         return _slices_as_images(plan, frames, ids, types.clamp(max=1), folder, family)
@@ -106,10 +106,6 @@ async def inputs_of_prompt(
     steps = [float(item.seconds_per_grid) for item in plan.media if item.seconds_per_grid]
     if steps and config.model_type == "qwen2_5_vl":
         inputs["second_per_grid_ts"] = torch.tensor(steps)
-    if config.model_type == "qwen3_omni_moe_thinker":
-        del inputs["mm_token_type_ids"]
-        if steps:
-            inputs["video_second_per_grid"] = torch.tensor(steps)
     return inputs
 
 
@@ -140,7 +136,7 @@ def _pictures(
 def _omni(
     plan: PromptPlan, frames: Mapping[int, bytearray], ids: Tensor, folder: Path, family: FamilyUnderTest
 ) -> dict[str, Any]:
-    """What Qwen2.5-Omni's processor makes; either all videos have their sound, or none."""
+    """What processors of Qwen's Omni models make; either all videos have their sound, or none."""
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     inputs |= _pictures(plan, frames, folder, family)
     steps = [float(item.seconds_per_grid) for item in plan.media if item.seconds_per_grid]
