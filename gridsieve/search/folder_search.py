@@ -70,7 +70,7 @@ class FolderSearch:
 
     async def __aexit__(self, *_: object) -> None:
         if self._opened is not None:
-            self._opened.close()
+            await asyncio.to_thread(self._opened.close)  # a search that was cancelled may still run in its thread
 
     async def search(self, text: str, limit: int = 5) -> list[FilmMoment]:
         """The moments whose vectors are nearest to that of a text, the nearest first.

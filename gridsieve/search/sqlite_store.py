@@ -67,4 +67,5 @@ class SqliteStore(Store):
         self._lock.close()
 
     def close(self) -> None:
-        self._connection.close()
+        with self._running:
+            self._connection.close()
