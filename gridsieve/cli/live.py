@@ -208,7 +208,7 @@ def live(
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(printer.follow(session.events()))
                     ask: _Ask = partial(_ask, lambda text: session.answer(text, **drawn))
-                    if kept:
+                    if kept is not None:
                         own = Options(adapter=adapter)
                         recalls = Recall(
                             client, kept, _name_of(source), recall, system_message(system), own, printer.recalled, warn
@@ -223,12 +223,12 @@ def live(
                     else:
                         await _ended(session.events())
                         was_due = printer.asked
-                    if recall:
+                    if kept is not None and recall:
                         typing.cancel()
                         await session.close()
                         await recorded_all
                         if at_end or not printer.asked:
-                            await recalls.complete()
+                            await kept.complete()
                             await recalls.ask(question, asked)
                     elif at_end or (every_s and not was_due):
                         await session.answer(question, transient=transient, **asked)

@@ -89,7 +89,3 @@ class Recall:
             self._missed(f"not answered: {error}")
         else:
             self._told(question, answer, shown)
-
-    async def complete(self) -> None:
-        """Returns once all that was seen is in the index."""
-        await self._recording.complete()

@@ -42,19 +42,31 @@ class FolderIndex(FolderSearch):
         Returns what was done; films that cannot be read or sent are in `Progress.skipped`. Raises InvalidRequest for
         settings other than those of the vectors that are there, OSError for files, and as `GridsieveClient.embed`.
         """
-        if window_s is not None and not window_s > 0:
-            raise InvalidRequest(field="window_s", limit="above 0", value=window_s)
         frames, options = frames or {}, options or {}
-        given = {"model": self._model, "window_s": window_s, **frames, **options}
-        wanted = {name: value for name, value in given.items() if value is not None}
         store = self._store(create=True)
         with store.locked():
-            held = store.settings()
-            if held is None:
-                store.set_settings(wanted | self._place)
-            else:
-                self._check_place(held)
-                for name in sorted(held.keys() | wanted.keys() - self._place.keys()):
-                    self._check(held, wanted | self._place, name)
+            self.begin(window_s=window_s, frames=frames, options=options)
             update = Update(self._folder, self._embedder, store, window_s, frames, options, report)
             return await update.run()
+
+    def begin(
+        self,
+        *,
+        window_s: float | None = None,
+        frames: FrameOptions | None = None,
+        options: ReadOptions | None = None,
+    ) -> None:
+        """Makes an empty index of these settings where there is none. Arguments and errors: as of `update`."""
+        if window_s is not None and not window_s > 0:
+            raise InvalidRequest(field="window_s", limit="above 0", value=window_s)
+        given = {"model": self._model, "window_s": window_s, **(frames or {}), **(options or {})}
+        wanted = {name: value for name, value in given.items() if value is not None} | self._identity
+        store = self._store(create=True)
+        store.create()
+        held = store.settings()
+        if held is None:
+            store.set_settings(wanted)
+            held = store.settings() or wanted
+        self._check_identity(held)
+        for name in sorted(held.keys() | wanted.keys()):
+            self._check(held, wanted, name)

@@ -1,6 +1,6 @@
 """What live sessions see, as films in a folder whose index follows: one film of each CLIP_S seconds of a camera.
 
-    films/yard/2026-11-30T09-47-02.125Z.mp4      when its first picture was filmed (UTC)
+    films/yard/2026-11-30T09-47-02.125Z.mp4      when its first picture was filmed (UTC); -2 after a clock was set back
                |  |  |  |  |  |  |  |  |         the last frame of each slice, at its time
 
 The video that a camera sends ends in preprocessing; the pictures of slices (`Snapshots.SLICES`) are what comes out of a
@@ -18,6 +18,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fractions import Fraction
+from itertools import chain, count
 from pathlib import Path
 from typing import Self
 
@@ -64,7 +65,8 @@ class Recording:
 
     folder, embedder, store: as of `FolderSearch`; the folder must be there. say: takes lines for people, about films
         that cannot be written, or indexed before the next film is.
-    Entering raises as `FolderIndex.update`: InvalidRequest if the folder has an index of other settings.
+    Entering raises as `FolderIndex.begin`: InvalidRequest if the folder has an index of other settings. Films that the
+    index lacks by then are embedded meanwhile.
     """
 
     def __init__(
@@ -87,22 +89,27 @@ class Recording:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._index)
             await stack.enter_async_context(self._search)
-            await self._index.update(window_s=CLIP_S)
+            await asyncio.to_thread(self._index.begin, window_s=CLIP_S)
             self._stack = stack.pop_all()
         self._writing = asyncio.create_task(self._write())
         self._following = asyncio.create_task(self._follow())
+        self._written.set()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Films are complete then, and the index, too, unless that takes longer: the next update goes on with it."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(END_S):
-                await self.complete()
-        tasks = [self._writing, self._following]
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        await self._stack.aclose()
+        """All films are written then. The index has them, too, unless that takes more than END_S: the next update
+        goes on with it."""
+        async with self._stack:
+            try:
+                await self._write_all()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(END_S):
+                        await self._update()
+            finally:
+                tasks = [self._writing, self._following]
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
 
     def take(self, camera: str, event: LiveSlice) -> None:
         """A slice of a camera's session."""
@@ -121,10 +128,7 @@ class Recording:
 
     async def complete(self) -> None:
         """Returns once all that was taken is in the index, or was told to fail."""
-        for name, camera in self._cameras.items():
-            self._close(name, camera)
-        self._clips.put_nowait(None)
-        await self._writing
+        await self._write_all()
         self._writing = asyncio.create_task(self._write())
         await self._update()
 
@@ -140,6 +144,12 @@ class Recording:
             parts += [Text(f"{camera}, live, now, from {_utc(newest[0].wall_s)} on:"), Video(frames=frames)]
         return parts, moments
 
+    async def _write_all(self) -> None:
+        for name, camera in self._cameras.items():
+            self._close(name, camera)
+        self._clips.put_nowait(None)
+        await self._writing
+
     def _close(self, name: str, camera: _Camera) -> None:
         if camera.clip:
             self._clips.put_nowait((name, camera.clip))
@@ -151,7 +161,7 @@ class Recording:
             name, pictures = clip
             folder = self._folder / (_UNSAFE.sub("-", name).lstrip(".") or "camera")
             try:
-                await asyncio.to_thread(_write_film, folder / f"{_utc(pictures[0].wall_s)}.mp4", pictures)
+                await asyncio.to_thread(_write_film, folder, _utc(pictures[0].wall_s), pictures)
             except (OSError, av.FFmpegError) as error:
                 self._say(f"{name}: a film cannot be written: {error}")
             self._written.set()
@@ -179,11 +189,21 @@ def _utc(wall_s: float) -> str:
     return f"{time:%Y-%m-%dT%H-%M-%S}.{time.microsecond // 1000:03d}Z"
 
 
-def _write_film(path: Path, pictures: list[_Picture]) -> None:
-    """An mp4 of H.264, which browsers play. It has its name once it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}")
-    with av.open(str(unfinished), "w", format="mp4") as container:
+def _write_film(folder: Path, name: str, pictures: list[_Picture]) -> None:
+    """An mp4 of H.264, which browsers play. It has its name, with a number if another film has it, once it is
+    complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f".{name}.mp4"
+    try:
+        _encode_film(unfinished, pictures)
+        names = chain([name], (f"{name}-{number}" for number in count(2)))
+        unfinished.rename(next(path for each in names if not (path := folder / f"{each}.mp4").exists()))
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _encode_film(path: Path, pictures: list[_Picture]) -> None:
+    with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=_TICKS_PER_S, options={"preset": "veryfast"})
         assert isinstance(stream, VideoStream)
         stream.width, stream.height = (side - side % 2 for side in pictures[0].size_px)  # as yuv420p needs them
@@ -197,7 +217,6 @@ def _write_film(path: Path, pictures: list[_Picture]) -> None:
             frame.pts, frame.time_base = round((each.time_s - pictures[0].time_s) * _TICKS_PER_S), stream.time_base
             _mux(container, stream.encode(frame), step)
         _mux(container, stream.encode(), step)
-    unfinished.replace(path)
 
 
 def _mux(container: OutputContainer, packets: list[Packet[VideoStream]], step: int) -> None:

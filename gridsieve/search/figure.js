@@ -19,7 +19,7 @@ export function figureOf({ file, start_s: start, end_s: end, score, picture, fil
     play();
   });
   video.addEventListener("timeupdate", () => { if (video.currentTime >= end) video.pause(); });
-  video.addEventListener("error", () => { note.textContent = "This browser cannot play the film."; });
+  video.addEventListener("error", () => { note.textContent = "The film cannot be played."; });
   const note = document.createElement("em");
   caption.append(file, document.createElement("br"), `${times} · ${score.toFixed(3)} `, note);
   figure.append(video, caption);

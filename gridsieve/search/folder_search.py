@@ -19,12 +19,15 @@ from typing import Any, Self
 
 from gridsieve.client.client import GridsieveClient, Metadata
 from gridsieve.client.prompt import FrameOptions, Part, ReadOptions, StrPath, Text, user_turn
+from gridsieve.client.vectors import Embedding
 from gridsieve.common.contract.errors import InvalidRequest, StartupError
 from gridsieve.search.films import FilmMoment
 from gridsieve.search.parts import Folder
 from gridsieve.search.store import Store
 
 FILE = ".gridsieve/index.sqlite"
+FORMAT = 2
+"""Of the tables of `gridsieve.search.store`, in the settings of each index."""
 # Of a question: the best moments, as many moments spread over the folder, and frames of each.
 BEST, SPREAD, MAX_FRAMES = 4, 4, 16
 INTRODUCTION = "Moments of films follow, each after its file and its seconds. Answer with the file and the seconds."
@@ -67,17 +70,25 @@ class FolderSearch:
 
     async def __aexit__(self, *_: object) -> None:
         if self._opened is not None:
-            self._opened.close()
+            await asyncio.to_thread(self._opened.close)  # a search that was cancelled may still run in its thread
 
     async def search(self, text: str, limit: int = 5) -> list[FilmMoment]:
         """The moments whose vectors are nearest to that of a text, the nearest first.
 
         Raises InvalidRequest if there is no index, or one by another model, and as `GridsieveClient.embed`.
         """
-        store = await asyncio.to_thread(self._searched)
+        return await self.nearest(await self.embedded(text), limit)
+
+    async def embedded(self, text: str) -> Embedding:
+        """The vector of a text, and what it cost. Raises as `search`."""
+        await asyncio.to_thread(self._searched)
         said = [user_turn(None, text)]
-        found = await self._embedder.embedding(said, None, None, ReadOptions(), metadata=self._metadata)
-        return await asyncio.to_thread(store.nearest, found.values, limit)
+        return await self._embedder.embedding(said, None, None, ReadOptions(), metadata=self._metadata)
+
+    async def nearest(self, sought: Embedding, limit: int) -> list[FilmMoment]:
+        """As `search`, by a vector of `embedded`."""
+        store = await asyncio.to_thread(self._searched)
+        return await asyncio.to_thread(store.nearest, sought.values, limit)
 
     async def pictures(self, moments: Sequence[FilmMoment]) -> list[bytes]:
         """A frame of each moment, JPEG; empty where none could be decoded. Raises as `search`."""
@@ -111,9 +122,10 @@ class FolderSearch:
         return parts
 
     @property
-    def _place(self) -> dict[str, Any]:
-        """What a store that is elsewhere knows of the folder."""
-        return {} if self._url is None else {"folder": str(self._folder.path.resolve())}
+    def _identity(self) -> dict[str, Any]:
+        """What the settings of an index have beside how its vectors were made: a store elsewhere names the folder."""
+        place = {} if self._url is None else {"folder": str(self._folder.path.resolve())}
+        return {"format": FORMAT, **place}
 
     def _searched(self) -> Store:
         """Raises InvalidRequest where nothing is to be searched."""
@@ -121,7 +133,7 @@ class FolderSearch:
         held = store.settings()
         if held is None:
             raise self._missing()
-        self._check_place(held)
+        self._check_identity(held)
         self._check(held, {"model": self._model}, "model")
         return store
 
@@ -130,25 +142,29 @@ class FolderSearch:
         if self._opened is None:
             if not (create or self._url or file.exists()):
                 raise self._missing()
-            store = opener(self._url, file)()
-            store.create()
-            self._opened = store
+            self._opened = opener(self._url, file)()
         return self._opened
 
     def _missing(self) -> InvalidRequest:
         folder = self._folder.path
         return InvalidRequest(f"{folder} has no index", remedy=f"gridsieve index {folder} makes it")
 
-    def _check_place(self, held: Mapping[str, Any]) -> None:
-        if held.get("folder") != self._place.get("folder"):
+    def _check_identity(self, held: Mapping[str, Any]) -> None:
+        if held.get("folder") != self._identity.get("folder"):
             text = f"the store has the index of {held.get('folder')}, not of {self._folder.path}"
             raise InvalidRequest(text, remedy="give each folder a database or a schema of its own")
+        if held.get("format") != FORMAT:
+            text = f"the index of {self._folder.path} has format {held.get('format', 1)}, this release reads {FORMAT}"
+            raise InvalidRequest(text, remedy=f"{self._removal} and make the index again")
 
     def _check(self, held: Mapping[str, Any], wanted: Mapping[str, Any], name: str) -> None:
         if held.get(name) != wanted.get(name):
             text = f"the vectors of {self._folder.path} were made with {name} {held.get(name)}, got {wanted.get(name)}"
-            where = "drop the tables of the store" if self._url else f"remove {self._folder.path / FILE}"
-            raise InvalidRequest(text, remedy=f"give the same, or {where} to make all again")
+            raise InvalidRequest(text, remedy=f"give the same, or {self._removal} to make all again")
+
+    @property
+    def _removal(self) -> str:
+        return "drop the tables of the store" if self._url else f"remove {self._folder.path / FILE}"
 
 
 def opener(url: str | None, file: Path) -> Callable[[], Store]:

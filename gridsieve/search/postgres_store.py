@@ -15,26 +15,36 @@ _LOCK = 0x6772_6964  # of a database
 
 
 class PostgresStore(Store):
-    """url: of libpq, postgresql://user@host/database. Raises Unavailable if the database or pgvector is missing."""
+    """url: of libpq, postgresql://user@host/database. Raises Unavailable if the database or pgvector is missing.
+
+    A connection that was lost fails one call; the next one opens another.
+    """
 
     _VECTOR_TYPE = "vector"
     _BYTES_TYPE = "bytea"
+    _HAS_TABLES = "SELECT 1 WHERE to_regclass('gridsieve_settings') IS NOT NULL"
     _DISTANCE = "m.vector <=> ?::vector"
 
     def __init__(self, url: str) -> None:
-        try:
-            self._connection = psycopg.connect(url, autocommit=True)
-        except psycopg.Error as error:
-            raise _failed(error) from error
+        self._url = url
+        self._connection = self._opened()
 
     def create(self) -> None:
         self._run("CREATE EXTENSION IF NOT EXISTS vector")
         super().create()
 
     def _run(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        if self._connection.closed:
+            self._connection = self._opened()
         try:
             cursor = self._connection.execute(sql.replace("?", "%s").encode(), values)
             return cursor.fetchall() if cursor.description else []
+        except psycopg.Error as error:
+            raise _failed(error) from error
+
+    def _opened(self) -> psycopg.Connection[tuple[Any, ...]]:
+        try:
+            return psycopg.connect(self._url, autocommit=True)
         except psycopg.Error as error:
             raise _failed(error) from error
 

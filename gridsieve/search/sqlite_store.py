@@ -6,6 +6,7 @@ APSW brings a SQLite of its own: that of many builds of Python loads no extensio
 from __future__ import annotations
 
 import fcntl
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ class SqliteStore(Store):
     """path: of the file, which is made with its folder. Raises OSError, or Unavailable for what is no database."""
 
     _VECTOR_TYPE = _BYTES_TYPE = "BLOB"
+    _HAS_TABLES = "SELECT 1 FROM sqlite_master WHERE name = 'gridsieve_settings'"
     _DISTANCE = "vec_distance_cosine(m.vector, ?)"
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         self._path = path
+        self._running = threading.Lock()  # APSW refuses a connection that another thread uses
         try:
             self._connection = apsw.Connection(str(path))
         except apsw.Error as error:
@@ -40,7 +43,8 @@ class SqliteStore(Store):
 
     def _run(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         try:
-            return self._connection.execute(sql, values).fetchall()
+            with self._running:
+                return self._connection.execute(sql, values).fetchall()
         except apsw.Error as error:
             raise self._failed(error) from error
 
@@ -63,4 +67,5 @@ class SqliteStore(Store):
         self._lock.close()
 
     def close(self) -> None:
-        self._connection.close()
+        with self._running:
+            self._connection.close()

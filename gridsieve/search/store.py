@@ -37,6 +37,8 @@ class Store(ABC):
 
     _VECTOR_TYPE: str
     _BYTES_TYPE: str
+    _HAS_TABLES: str
+    """SQL that returns a row if the tables are there."""
     _DISTANCE: str
     """SQL for one minus the cosine of m.vector and the vector in its place `?`."""
 
@@ -74,13 +76,18 @@ class Store(ABC):
             self._run(table.format(vector=self._VECTOR_TYPE, picture=self._BYTES_TYPE))
 
     def settings(self) -> dict[str, Any] | None:
-        """How the vectors were made; None: there are none."""
+        """How the vectors were made; None: there are none. It writes nothing, so a reader needs no right to write."""
+        if not self._run(self._HAS_TABLES):
+            return None
         rows = self._run("SELECT settings FROM gridsieve_settings")
         return dict(json.loads(rows[0][0])) if rows else None
 
     def set_settings(self, settings: Mapping[str, Any]) -> None:
-        """Of an empty store."""
-        self._run("INSERT INTO gridsieve_settings VALUES (?)", json.dumps(settings))
+        """Of a store without settings; others stay."""
+        self._run(
+            "INSERT INTO gridsieve_settings SELECT CAST(? AS TEXT) WHERE NOT EXISTS (SELECT 1 FROM gridsieve_settings)",
+            json.dumps(settings),
+        )
 
     def films(self) -> list[FilmFile]:
         """Those that are complete."""

@@ -58,7 +58,8 @@ def indexed(folder: Path, embedder: str, **arguments: Any) -> Progress:
 class FakeEmbedder(generation_pb2_grpc.GenerationServiceServicer):
     """Vectors are points of a circle: of a film's part at its start in tenths of a radian, of a text at its number.
 
-    fails_from: parts that begin at this second or later fail. takes_s: a call. max_inline_bytes: of a request's media.
+    A prompt has 3 tokens. fails_from: parts that begin at this second or later fail. takes_s: a call. max_inline_bytes:
+    of a request's media.
     """
 
     def __init__(self) -> None:
@@ -90,4 +91,5 @@ class FakeEmbedder(generation_pb2_grpc.GenerationServiceServicer):
             await context.abort(grpc.StatusCode.INTERNAL, "the embedder fails")
         self.asked.append(request)
         await asyncio.sleep(self.takes_s)
-        return generation_pb2.EmbedResponse(embedding=[math.cos(angle), math.sin(angle)], request_id="r1")
+        usage = generation_pb2.Usage(prompt_tokens_full=3, prompt_tokens=3)
+        return generation_pb2.EmbedResponse(embedding=[math.cos(angle), math.sin(angle)], request_id="r1", usage=usage)

@@ -11,12 +11,14 @@ import json
 import math
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,9 +30,11 @@ from playwright.sync_api import sync_playwright
 from typer.testing import Result
 
 from gridsieve.client.client import GridsieveClient
-from gridsieve.common.contract.errors import GridsieveError
+from gridsieve.common.contract.errors import GridsieveError, Unavailable
 from gridsieve.moments import FolderIndex
 from gridsieve.moments.films import cut_film
+from gridsieve.search.films import FilmFile, FilmMoment, Span
+from gridsieve.search.sqlite_store import SqliteStore
 from gridsieve.v1 import generation_pb2, generation_pb2_grpc
 from tests.gridsieve.checkout import ROOT
 from tests.gridsieve.fake_services import FakeServices
@@ -351,6 +355,75 @@ def test_a_store_on_a_server_belongs_to_one_folder(films: Path, embeds: str, gri
     assert (
         f"the store has the index of {films}, not of {other}; give each folder a database or a schema" in refused.stderr
     )
+
+
+@pytest.mark.parametrize("command", [("search", "FILMS", "0"), ("index", "FILMS")])
+def test_an_index_of_another_release_is_refused_with_a_remedy(
+    films: Path, embeds: str, gridsieve: Run, command: tuple[str, ...]
+) -> None:
+    """Such as one that has no pictures."""
+    indexed(films, embeds)
+    file = films / ".gridsieve" / "index.sqlite"
+    with closing(sqlite3.connect(file)) as connection, connection:
+        ((settings,),) = connection.execute("SELECT settings FROM gridsieve_settings")
+        older = {name: value for name, value in json.loads(settings).items() if name != "format"}
+        connection.execute("UPDATE gridsieve_settings SET settings = ?", (json.dumps(older),))
+        connection.execute("ALTER TABLE gridsieve_moments DROP COLUMN picture")
+    result = gridsieve(*(each.replace("FILMS", str(films)) for each in command), "--embedder", embeds)
+    text = f"the index of {films} has format 1, this release reads 2; remove {file} and make the index again"
+    assert (result.exit_code, result.stderr) == (1, f"INVALID_REQUEST: {text}\n")
+
+
+def test_a_search_needs_no_right_to_write(films: Path, embeds: str, gridsieve: Run, postgres: str) -> None:
+    reader = postgres.replace("gridsieve@", "reader@")
+    with psycopg.connect(postgres, autocommit=True) as connection:
+        try:
+            assert gridsieve("index", str(films), "--embedder", embeds, "--store", postgres).exit_code == 0
+            connection.execute("CREATE ROLE reader LOGIN")
+            connection.execute("GRANT SELECT ON ALL TABLES IN SCHEMA public TO reader")
+            found = gridsieve("search", str(films), "0.2", "--embedder", embeds, "--store", reader, "-n", "1")
+            connection.execute("DROP TABLE gridsieve_settings, gridsieve_films, gridsieve_moments")
+            nothing = gridsieve("search", str(films), "0.2", "--embedder", embeds, "--store", reader)
+        finally:
+            connection.execute("DROP TABLE IF EXISTS gridsieve_settings, gridsieve_films, gridsieve_moments")
+            connection.execute("DROP ROLE IF EXISTS reader")
+    assert found.stdout == "a.mp4  2.00–5.00 s  1.000\n"
+    assert f"{films} has no index" in nothing.stderr
+
+
+async def test_a_lost_connection_to_a_store_fails_one_call(films: Path, embeds: str, postgres: str) -> None:
+    async with (
+        GridsieveClient(embeds) as client,
+        FolderIndex(films, client, store=postgres) as index,
+        await psycopg.AsyncConnection.connect(postgres, autocommit=True) as other,
+    ):
+        try:
+            assert (await index.update()).moments == 5
+            await other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+            with pytest.raises(Unavailable, match="the store fails"):
+                await index.search("0.2")
+            assert [each.path for each in await index.search("0.2", 1)] == ["a.mp4"]
+            assert (await index.update()).moments == 0
+        finally:
+            await other.execute("DROP TABLE IF EXISTS gridsieve_settings, gridsieve_films, gridsieve_moments")
+
+
+def test_threads_may_search_a_store_at_once(tmp_path: Path) -> None:
+    """Of so many moments that the searches take a while."""
+    vector = np.ones(2048, np.float32)
+    store = SqliteStore(tmp_path / "folder" / "index.sqlite")
+    store.create()
+    store.add_film(FilmFile("a.mp4", 1, 1), "digest", 1.0)
+    store.add_moment("digest", Span(0, 1), vector, b"")
+    store._run(
+        "WITH RECURSIVE numbers(number) AS (SELECT 1 UNION ALL SELECT number + 1 FROM numbers WHERE number < 5000) "
+        "INSERT INTO gridsieve_moments "
+        "SELECT digest, number, number + 1, vector, picture FROM gridsieve_moments, numbers"
+    )
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: store.nearest(vector, 1), range(16)))
+    store.close()
+    assert found == [[FilmMoment("a.mp4", 0, 1, pytest.approx(1))]] * 16
 
 
 def test_the_extra_is_named_where_its_packages_are_missing(

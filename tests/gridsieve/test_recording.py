@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import io
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +19,13 @@ import pytest
 from PIL import Image
 from typer.testing import Result
 
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.live_events import Filmed, LiveSlice, LiveUsage, WallClock
+from gridsieve.common.contract.plan import Grid
+from gridsieve.moments.recording import Recording
 from gridsieve.v1 import generation_pb2_grpc
 from gridsieve.v1.generation_pb2 import EmbedResponse, LiveAsk
-from tests.gridsieve.fake_services import FakeServices
+from tests.gridsieve.fake_services import BEGAN_S, FakeServices
 from tests.gridsieve.films import BLUE, GREEN, RED, FakeEmbedder, write_film
 from tests.served import served
 
@@ -39,16 +47,25 @@ def nearest(colour: Any) -> int:
 class Colours(FakeEmbedder):
     """A film's vector is at the number of its first frame's colour on the circle, a text's at its number."""
 
+    answers: asyncio.Event | None = None
+
     async def Embed(self, request: Any, context: Any) -> Any:
+        if self.answers:
+            await self.answers.wait()
         part = request.prompt.messages[0].parts[0]
         angle = frames_of(part.video.data)[0][1] if part.HasField("video") else float(part.text)
         return EmbedResponse(embedding=[math.cos(angle), math.sin(angle)], request_id="r1")
 
 
 @pytest.fixture
-def embeds(tmp_path: Path) -> Iterator[str]:
+def embedder() -> Colours:
+    return Colours()
+
+
+@pytest.fixture
+def embeds(embedder: Colours, tmp_path: Path) -> Iterator[str]:
     with served(
-        lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(Colours(), server),
+        lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(embedder, server),
         f"unix:{tmp_path}/embedder.sock",
     ) as address:
         yield address
@@ -94,6 +111,57 @@ def test_a_question_that_is_asked_by_time_recalls_too(
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert {each["question"] for each in lines} == {"0"}
     assert {"time_s", "answer", "shown"} <= lines[-1].keys()
+
+
+def slice_at(time_s: float, wall_s: float = BEGAN_S) -> LiveSlice:
+    """A red slice of a session."""
+    snapshot = io.BytesIO()
+    Image.new("RGB", (64, 48), RED).save(snapshot, "JPEG")
+    filmed = Filmed(wall_s, WallClock.SERVICE, snapshot.getvalue())
+    usage = LiveUsage(**dict.fromkeys((each.name for each in fields(LiveUsage)), 0))
+    return LiveSlice(time_s, time_s, Grid(1, 1, 1), np.zeros(1, np.int32), usage, filmed)
+
+
+async def test_films_are_written_while_the_embedder_is_slow(
+    embedder: Colours, embeds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the beginning waits for films of earlier days, nor are films lost at the end."""
+    monkeypatch.setattr("gridsieve.moments.recording.END_S", 0.0)
+    write_film(tmp_path / "kept" / "earlier.mp4", [(RED, 2)])
+    embedder.answers = asyncio.Event()  # never
+    async with (
+        asyncio.timeout(60),
+        GridsieveClient(embeds) as client,
+        Recording(tmp_path / "kept", client) as recording,
+    ):
+        for camera in ("yard", "door", "gate"):
+            recording.take(camera, slice_at(0.5))
+    assert {each.parent.name for each in (tmp_path / "kept").glob("*/*.mp4")} == {"yard", "door", "gate"}
+
+
+async def test_a_clock_that_is_set_back_overwrites_no_film(embeds: str, tmp_path: Path) -> None:
+    async with GridsieveClient(embeds) as client, Recording(tmp_path, client) as recording:
+        for time_s in (20.5, 10.5, 0.5):  # a session that begins again
+            recording.take("yard", slice_at(time_s))
+    names = ["2026-11-30T09-45-00.000Z.mp4", "2026-11-30T09-45-00.000Z-2.mp4", "2026-11-30T09-45-00.000Z-3.mp4"]
+    assert {each.name for each in (tmp_path / "yard").iterdir()} == {*names}
+
+
+async def test_a_film_that_cannot_be_written_is_told_and_leaves_no_file(
+    embeds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk that is full."""
+
+    def full(path: Path, pictures: Any) -> None:
+        path.write_bytes(b"a part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("gridsieve.moments.recording._encode_film", full)
+    said: list[str] = []
+    async with GridsieveClient(embeds) as client, Recording(tmp_path, client, say=said.append) as recording:
+        recording.take("yard", slice_at(0.5))
+    assert said == ["yard: a film cannot be written: [Errno 28] No space left on device"]
+    assert not list((tmp_path / "yard").iterdir())
 
 
 @pytest.mark.parametrize(

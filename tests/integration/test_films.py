@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from PIL import Image
 
 from gridsieve.services.gateway.http.tickets import VALID_S, Ticket, Tickets
 from tests.gridsieve.films import BLUE, GREEN, RED, indexed, write_film
+from tests.integration.fleet import metric_in, until
 from tests.integration.gateway import Gateway, gateway
 
 PATH = "/v1/gridsieve/moments"
@@ -38,8 +40,8 @@ def door(embeds: str, films: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """A gateway that demands a token. Its generation, which no test asks, is the embedder."""
     folder = tmp_path_factory.mktemp("door")
     (folder / "tokens").write_text(f"alice {TOKEN}\n")
-    flags = ("--auth-tokens-file", str(folder / "tokens"), "--max-requests-per-client", "2")
-    with gateway(embeds, folder, "--moments", str(films), "--moments-embedder", embeds, *flags) as started:
+    flags = ("--auth-tokens-file", str(folder / "tokens"), "--moments", str(films), "--moments-embedder", embeds)
+    with gateway(embeds, folder, *flags) as started:
         yield started
 
 
@@ -90,6 +92,21 @@ def test_a_film_is_read_in_parts_with_its_address_alone(http: httpx.Client, door
     assert part.headers["content-range"] == f"bytes 100-199/{len(data)}"
 
 
+async def test_searches_and_films_count_as_requests_of_who_searched(http: httpx.Client, door: Gateway) -> None:
+    def tokens() -> float:
+        return metric_in(http.get("/metrics").text, "gridsieve_client_tokens_total", client="alice", kind="prompt")
+
+    before = tokens()
+    film = found(http, "0.2", limit=1)["moments"][0]["film"]
+    assert tokens() - before == 3
+    with door.http() as player:
+        read = player.get(film, headers={"x-request-id": "playing"}).raise_for_status()
+    assert read.headers["cache-control"] == "private"
+    await until(lambda: '"playing"' in door.log.read_text())
+    (ended,) = [json.loads(line) for line in door.log.read_text().splitlines() if '"playing"' in line]
+    assert ended["client"] == "alice"
+
+
 def test_neither_a_search_nor_a_film_is_for_strangers(http: httpx.Client, door: Gateway) -> None:
     film = found(http, "0.2", limit=1)["moments"][0]["film"]
     before, _, sign = film.rpartition(".")
@@ -104,7 +121,7 @@ def test_neither_a_search_nor_a_film_is_for_strangers(http: httpx.Client, door: 
 def test_an_address_is_valid_for_an_hour_and_only_at_its_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     tickets = Tickets()
     now_s = 1000.0
-    monkeypatch.setattr("time.time", lambda: now_s)
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
     written = tickets.written(Ticket("alice", "a.mp4"))
     now_s += VALID_S - 1
     assert tickets.read(written) == Ticket("alice", "a.mp4")
@@ -142,6 +159,18 @@ def test_wrong_fields_are_named(http: httpx.Client, body: dict[str, Any], words:
     refused = http.post(PATH, json=body)
     assert refused.status_code == 400
     assert words in refused.json()["error"]["message"]
+
+
+def test_a_store_that_fails_is_told_without_its_words(embeds: str, films: Path, tmp_path: Path) -> None:
+    """Which name a host and a user."""
+    store = f"postgresql://archivist@/films?host={tmp_path}/nobody"
+    flags = ("--moments", str(films), "--moments-embedder", embeds, "--moments-store", store)
+    with gateway(embeds, tmp_path, *flags) as opened, opened.http() as http:
+        refused = http.post(PATH, json={"text": "0"}, headers={"x-request-id": "r7"})
+        assert (refused.status_code, refused.json()["error"]["stage"]) == (503, "store")
+        assert "the index of --moments cannot be read, request id r7" in refused.json()["error"]["message"]
+        assert str(tmp_path) not in refused.text
+        assert f"{tmp_path}/nobody" in opened.log.read_text()
 
 
 def test_what_is_missing_is_told(embeds: str, films: Path, tmp_path: Path) -> None:

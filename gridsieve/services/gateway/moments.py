@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
+import structlog
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -19,17 +20,25 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.prompt import Part, Text, Video
 from gridsieve.common.contract.errors import InvalidRequest, Unavailable
+from gridsieve.common.telemetry.logs import add_request_stats
 from gridsieve.search.films import FilmMoment
 from gridsieve.search.folder_search import FolderSearch
 from gridsieve.search.parts import data_url
-from gridsieve.services.gateway.http.body import BodyLimit, read_body
-from gridsieve.services.gateway.http.errors import NotFound
+from gridsieve.services.gateway.http.body import BodyLimit, read_body, unless_left
+from gridsieve.services.gateway.http.errors import NotFound, in_words
 from gridsieve.services.gateway.http.fields import Strict, Whole, parsed
 from gridsieve.services.gateway.http.request_guard import FILMS, Call
 from gridsieve.services.gateway.http.tickets import Ticket, Tickets
 
 _BODY = BodyLimit(2**16, "a search is a short text", "describe what is to be seen in fewer words")
-_HEADERS = {"Content-Security-Policy": "default-src 'none'", "X-Content-Type-Options": "nosniff"}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "private",  # a shared cache would answer after the ticket has expired
+}
+
+
+log = structlog.get_logger()
 
 
 class MomentsRequest(Strict):
@@ -41,7 +50,7 @@ class MomentsRequest(Strict):
 
 class Moments:
     """folder: None where the gateway serves none. embedder: of the model that made its index. store: as of
-    `FolderSearch`. tickets: that the guard takes, too."""
+    `FolderSearch`. tickets: the guard's."""
 
     def __init__(self, folder: Path | None, embedder: GridsieveClient, store: str | None, tickets: Tickets) -> None:
         self._folder, self._embedder, self._store, self._tickets = folder, embedder, store, tickets
@@ -55,10 +64,14 @@ class Moments:
         body = await read_body(request, _BODY, call.charge)
         asked = parsed(MomentsRequest, body)
         try:
-            return JSONResponse(await self._found(folder, asked, call))
+            return JSONResponse(await unless_left(request, self._found(folder, asked, call)))
         except Unavailable as error:
             if error.stage == "generation":
                 raise Unavailable(f"the embedder of --moments is away: {error}", "embedder") from error
+            if error.stage == "store":  # its words may name hosts and users
+                log.error("the index of --moments cannot be read", error=str(error))
+                text = f"the index of --moments cannot be read, request id {call.request_id}"
+                raise Unavailable(text, "store") from error
             raise
 
     async def film(self, request: Request) -> Response:
@@ -73,7 +86,11 @@ class Moments:
     async def _found(self, folder: Path, asked: MomentsRequest, call: Call) -> dict[str, Any]:
         opened = FolderSearch(folder, self._embedder, store=self._store, on_server=True, metadata=call.metadata)
         async with opened as index:
-            moments = await index.search(asked.text, asked.limit)
+            with in_words(lambda _: "text"):
+                sought = await index.embedded(asked.text)
+            usage = sought.usage
+            add_request_stats(prompt_tokens_full=usage.prompt_tokens_full, prompt_tokens=usage.prompt_tokens)
+            moments = await index.nearest(sought, asked.limit)
             pictures = await index.pictures(moments)
             in_order = sorted(moments, key=lambda each: (each.path, each.start_s))
             return {

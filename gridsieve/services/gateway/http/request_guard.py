@@ -95,7 +95,7 @@ class Call:
 
 class RequestGuard:
     """tokens: those that callers must send; None admits everybody, and generation may still refuse.
-    tickets: which films take in place of tokens."""
+    tickets: those that requests for films carry in place of tokens."""
 
     def __init__(
         self,
@@ -190,14 +190,17 @@ class RequestGuard:
     def _client_of(self, scope: Scope, headers: Mapping[str, str]) -> str:
         """The name of the token, or the client of a film's ticket, else the address. Raises Unauthenticated."""
         if scope["path"].startswith(FILMS):
-            return self._tickets.read(scope["path"].removeprefix(FILMS)).client
-        if self._tokens is not None:
+            client = self._tickets.read(scope["path"].removeprefix(FILMS)).client
+        elif self._tokens is not None:
             name = self._tokens.name_of(headers.get(AUTHORIZATION_KEY, ""))
             if name is None:
                 raise Unauthenticated("the request must carry a valid bearer token")
-            structlog.contextvars.bind_contextvars(client=name)
-            return name
-        return str(scope["client"][0]) if scope.get("client") else "unix:"
+            client = name
+        else:
+            return str(scope["client"][0]) if scope.get("client") else "unix:"
+        if self._tokens is not None:
+            structlog.contextvars.bind_contextvars(client=client)
+        return client
 
 
 class _Response:

@@ -3,7 +3,7 @@
 A browser's <video> and other players send no Authorization header. A ticket names the caller, who got it with a token,
 so that its requests count as the caller's.
 
-    <base64 of ["client", "subject", seconds since 1970]>.<base64 of its HMAC-SHA256>
+    <base64 of ["client", "subject", when it expires]>.<base64 of its HMAC-SHA256>
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Ticket:
 
 
 class Tickets:
-    """The key is this process's own: no other gateway takes its tickets, nor does it after it began again."""
+    """Key and clock are this process's own: other gateways, and this one after a restart, refuse its tickets."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
 
     def written(self, ticket: Ticket) -> str:
         """The ticket as a part of a path."""
-        told = json.dumps([ticket.client, ticket.subject, time.time() + VALID_S]).encode()
+        told = json.dumps([ticket.client, ticket.subject, time.monotonic() + VALID_S]).encode()
         return f"{_encoded(told)}.{_encoded(self._sign(told))}"
 
     def read(self, text: str) -> Ticket:
@@ -47,11 +47,11 @@ class Tickets:
             decoded = _decoded(told)
             if hmac.compare_digest(self._sign(decoded), _decoded(sign)):
                 client, subject, until_s = json.loads(decoded)
-                if time.time() < until_s:
+                if time.monotonic() < until_s:
                     return Ticket(client, subject)
         except (Error, ValueError):
             pass
-        raise Unauthenticated("the address is not, or not any more, one that this gateway gave: search again")
+        raise Unauthenticated("the film's address has expired, or is of another gateway: search again")
 
     def _sign(self, told: bytes) -> bytes:
         return hmac.digest(self._key, told, "sha256")

@@ -23,6 +23,7 @@ export function askAbout() {
     const content = await found({ limit: BEST }, signal);
     const question = byId("sought").value;
     endConversation();
+    byId("note").textContent = "";
     const article = newArticle();
     article.querySelector(".asked").textContent = question;
     byId("answers").replaceChildren(article);

@@ -81,6 +81,7 @@ byId("question").addEventListener("keydown", (event) => {
 });
 byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
+  stopFilms();
   if (camera.isOn()) camera.ask();
   else submit();
 });
@@ -97,7 +98,11 @@ byId("films").addEventListener("submit", (event) => {
   event.preventDefault();
   find();
 });
-byId("ask-films").addEventListener("click", () => { if (byId("films").reportValidity()) askAbout(); });
+byId("ask-films").addEventListener("click", () => {
+  if (!byId("films").reportValidity()) return;
+  camera.leave();
+  askAbout();
+});
 byId("stop-films").addEventListener("click", stopFilms);
 
 // The question as text for other programs
