@@ -37,7 +37,7 @@ export async function submit() {
     running = null;
     setBusy(false);
   }
-  for (const [article, bodyOf] of answered) await draw(article, clip, bodyOf, mine.signal);
+  for (const [article, bodyOf, attention] of answered) await draw(article, clip, bodyOf, attention, mine.signal);
 }
 
 export function stop() {
@@ -56,7 +56,8 @@ export function bodyNow(part) {
   return body(part, byId("compare").checked ? [] : turns, byId("question").value, ownPruning());
 }
 
-// answered: gets each article about a video, and the body of its question by the clip's part.
+// answered: gets each article of which tokens are drawn, the body of its question by the clip's part, and the answer's
+// attention, or null.
 async function converse(clip, signal, answered) {
   if (!turns.length) byId("answers").replaceChildren();
   byId("answers").classList.add("conversation");
@@ -114,8 +115,8 @@ function headed({ rate, threshold }, question) {
 // Returns the text, or null for an answer that broke off.
 async function fill(article, clip, bodyOf, signal, answered) {
   const text = article.querySelector(".text");
-  const streamed = { stream: true, stream_options: { include_usage: true } };
-  let [answer, usage] = ["", null];
+  const streamed = { stream: true, stream_options: { include_usage: true }, ...(byId("attention").checked && { attention: true }) };
+  let [answer, usage, attention] = ["", null, null];
   try {
     for await (const chunk of events(await ask(clip, (part) => ({ ...bodyOf(part), ...streamed }), signal))) {
       if (chunk.error) throw new Error(chunk.error.message);
@@ -125,12 +126,13 @@ async function fill(article, clip, bodyOf, signal, answered) {
       answer += choice?.delta.content ?? "";
       text.append(choice?.delta.content ?? "");
       if (choice?.finish_reason === "length") text.append(" […]");
+      attention = choice?.attention ?? attention;
       usage = chunk.usage;
     }
     drawCost(article, usage);
     const [{ modality, pruning_rate: rate }] = usage.gridsieve.media;
     if (article.dataset.automatic) article.querySelector("h2").textContent += `, by ${percent(rate)}`;
-    if (modality === "video") answered.push([article, bodyOf]);
+    if (modality === "video" || attention) answered.push([article, bodyOf, attention]);
     else article.setAttribute("aria-busy", "false");
     return answer;
   } catch (error) {
@@ -142,11 +144,11 @@ async function fill(article, clip, bodyOf, signal, answered) {
   }
 }
 
-// Shows which tokens of a video were kept.
-async function draw(article, clip, bodyOf, signal) {
+// Shows which tokens of the clip were kept, and, if known, what the answer attended to.
+async function draw(article, clip, bodyOf, attention, signal) {
   try {
     const told = await post("v1/gridsieve/kept", bodyOf(await partOf(clip, signal)), signal);
-    await drawKept(article, (await told.json()).media[0], clip.url, signal);
+    await drawKept(article, (await told.json()).media[0], clip.url, attention, signal);
   } catch (error) {
     if (error.name !== "AbortError") article.querySelector(".error").textContent = error.message;
   } finally {
