@@ -76,7 +76,7 @@ class Engine:
         live_blocks: int = 0,
         max_yielding: int | None = None,
     ) -> None:
-        self._model, self._unwatched = runner.model, runner.unwatched
+        self._runner = runner
         drafts: Drafts = payoff or (Room() if runner.drafter else PromptLookup())
         self._memory = Memory(allocator, max_num_seqs, states, live_blocks)
         self._scheduler = Scheduler(self._memory, max_num_batched_tokens, max_num_seqs, max_draft_tokens, drafts)
@@ -136,8 +136,8 @@ class Engine:
                 value=request.max_tokens,
                 limit=capacity,
             )
-        if request.sampling.attention and self._unwatched:
-            raise InvalidRequest(field="sampling.attention", limit=f"false {self._unwatched}", value=True)
+        if request.sampling.attention and (where := self._runner.unwatched):
+            raise InvalidRequest(field="sampling.attention", limit=f"false {where}", value=True)
         with self._lock:
             if self._stopping:
                 raise _ended()
@@ -210,7 +210,7 @@ class Engine:
     def _loop(self) -> None:
         try:
             # Triton's kernels, among others, launch on torch's current device: it must be the model's.
-            with torch.cuda.device_of(self._model.embed_tokens.weight):
+            with torch.cuda.device_of(self._runner.model.embed_tokens.weight):
                 while not self._stopping:
                     # `stop` may have come since the loop's condition, and `step` may have taken its wake-up.
                     if not self.step() and not self._stopping:
