@@ -244,7 +244,8 @@ def _draw(inspected: Inspection, name: str) -> Any:
     weights = None
     if attention := inspected.attention:
         weights = attention.media[0].weights
-        caption += f"  ·  {1 - attention.text_share:.0%} of the attention of: {_shortened(str(inspected.answer))}"
+        share = f"{1 - attention.text_share:.0%} of the attention is on them"
+        caption += f"  ·  {share}  ·  {_shortened(str(inspected.answer))}"
     if plan.frames.tile_columns:
         return sliced_sheet(frames[0], np.stack(frames[1:]), plan.frames.tile_columns, name, caption)
     kept_tokens = inspected.kept
