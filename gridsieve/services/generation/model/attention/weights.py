@@ -39,7 +39,7 @@ class WatchedRows:
         self.slots = slots
         self._rows, self._places = rows, torch.arange(len(slots), device=device)
         self._media = to_device(media, device)
-        self._items = to_device(np.repeat(np.eye(len(sizes), dtype=np.float32), sizes, axis=0), device)
+        self._items = to_device(np.repeat(np.arange(len(sizes)), sizes), device)
         self._by_item = torch.zeros(count, len(sizes), device=device)
         self._total = torch.zeros(len(media), device=device)
         self._by_row = torch.zeros(count, len(media), device=device) if keeps else None
@@ -68,7 +68,7 @@ class WatchedRows:
                 weights += scores.softmax(dim=-1).sum(dim=(0, 1))
             media = weights[:, self._media]
             self._total += media.sum(dim=0)
-            self._by_item[rows] += media @ self._items
+            self._by_item[rows].index_add_(1, self._items, media)
             if self._by_row is not None:
                 self._by_row[rows] += media
 
