@@ -20,7 +20,9 @@ from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.model.attention import weights
 from gridsieve.services.generation.model.attention.sdpa import SdpaCache
+from gridsieve.services.generation.model.runner import LaunchedStep
 from gridsieve.services.generation.request import attending
+from gridsieve.services.generation.request.batch import Chunk
 from gridsieve.services.generation.request.request import Attended, Finished
 from gridsieve.services.generation.sampling.sampler import SamplingParams
 from tests.families import text_and_head
@@ -29,7 +31,7 @@ from tests.generation.recorder import Recorder
 from tests.generation.test_law import LAW, begins_like
 from tests.law import Question, answer, assert_law, question
 from tests.oracle import Text, expected_attention, expected_sequence
-from tests.tiny import BLOCK_TOKENS, PAD_ID, Asked, Models, TinyEngine, load_models, random_item
+from tests.tiny import BLOCK_TOKENS, PAD_ID, Asked, Models, RecordingRunner, TinyEngine, load_models, random_item
 
 TOLERANCE = 1e-4
 NAME = "0#attention"
@@ -184,22 +186,32 @@ def test_weights_of_other_dtypes_are_near(models: Models, dtype: torch.dtype, fp
     assert_attention(models, asked, each, tolerance=0.02)
 
 
+@pytest.mark.parametrize("place", [(SdpaCache, "read_keys"), (LaunchedStep, "sample")])
 @dense
-def test_a_step_that_fails_is_computed_again_and_counted_once(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, failures = asking(models, 0.5), [2]
-    read_keys = SdpaCache.read_keys
+def test_a_step_that_fails_is_computed_again_and_counted_once(
+    models: Models, monkeypatch: pytest.MonkeyPatch, place: tuple[type, str]
+) -> None:
+    """While its layers are computed, and once they are; beside another request, whose answer it does not touch."""
+    asked, other, watching = asking(models, 0.5), Question((Text((40, 41)),), 20), [False, False]
+    launch, work = RecordingRunner.launch, getattr(*place)
 
-    def fail_once(cache: SdpaCache, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        failures[0] -= 1
-        if not failures[0]:  # in the second layer
+    def launched(runner: RecordingRunner, chunks: Sequence[Chunk], before: Any = None) -> LaunchedStep:
+        watching[0] = any(isinstance(chunk.request, attending.Attending) for chunk in chunks)
+        return launch(runner, chunks, before)
+
+    def fail_once(*arguments: Any) -> Any:
+        if watching == [True, False]:
+            watching[1] = True
             raise RuntimeError("injected")
-        return read_keys(cache, layer, slots)
+        return work(*arguments)
 
-    monkeypatch.setattr(SdpaCache, "read_keys", fail_once)
+    monkeypatch.setattr(RecordingRunner, "launch", launched)
+    monkeypatch.setattr(*place, fail_once)
     engine = TinyEngine(models.engine)
-    other = Question((Text((40, 41)),), 20)
-    each, _ = answer(engine, [asked, other])
+    each, neighbour = answer(engine, [asked, other])
+    assert watching[1]
     assert_attention(models, asked, each)
+    assert len(neighbour.answer) == other.new_tokens
 
 
 @dense
