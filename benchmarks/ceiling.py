@@ -44,7 +44,7 @@ class Instant(Runner):
         self._cache = FlashInferCache(self._cache.sizes, model.embed_tokens.weight, _NoKernels())
         self.capture_decoding(rows, BLOCK_TOKENS * blocks // rows, _nothing)
 
-    def _forward(self, packed: Packed, ids: Tensor, media_embeds: Tensor | None) -> Tensor:
+    def _forward(self, packed: Packed, ids: Tensor, media_embeds: Tensor | None, watched: object) -> Tensor:
         return _most_likely(torch.zeros(len(packed.logit_rows), self.model.vocab_size))
 
 

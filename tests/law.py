@@ -48,7 +48,7 @@ class Question:
 
     kept_seed: seed of the encoder's choice of tokens where the method is random; equal items get equal choices.
     answers: how many; all but the first are sampled at temperature 1. adapter: name of a loaded adapter. yields: to
-    those that do not.
+    those that do not. attention: whether it asks what the answers attend to.
     """
 
     parts: tuple[Part, ...]
@@ -57,6 +57,7 @@ class Question:
     answers: int = 1
     adapter: str | None = None
     yields: bool = False
+    attention: bool = False
 
     @property
     def items(self) -> list[Item]:
@@ -162,8 +163,8 @@ def answer(
                 continue
             waiting.remove(each)
             asking = questions[number]
-            drawn = [SamplingParams(asking.new_tokens, temperature=1.0, seed=n) for n in range(1, asking.answers)]
-            params = SamplingParams(asking.new_tokens)
+            params = SamplingParams(asking.new_tokens, attention=asking.attention)
+            drawn = [replace(params, temperature=1.0, seed=n) for n in range(1, asking.answers)]
             asked[number] = engine.ask(str(before + number), asking.parts, params, drawn, asking.adapter, asking.yields)
             for index, (media, kept) in enumerate(zip(asking.items, asking.kept, strict=True)):
                 at, waits = step + (delays.pop(0) if delays else 0), cuts.pop(0) if cuts else ()

@@ -250,9 +250,37 @@ def expected_states(
 ) -> Tensor:
     """The states after the final norm of a prompt's last token and of all tokens of an answer but its last.
 
-    One unchunked forward of transformers' own text model over the gathered sequence and the answer. linear: it takes
-    one-dimensional positions. Returns float32 [1 or len(answer), D].
+    linear: as `_teacher_forced` takes it. Returns float32 [1 or len(answer), D].
     """
+    states: Tensor = _teacher_forced(text_model, expected, items, answer, linear).last_hidden_state[0]
+    return states[len(expected.ids) - 1 :]
+
+
+@torch.no_grad()
+def expected_attention(
+    text_model: nn.Module, expected: Expected, items: Sequence[Item], answer: Sequence[int], linear: bool = False
+) -> Tensor:
+    """The attention weights of the rows that the tokens of an answer are drawn from, on the media rows of the prompt.
+
+    Those of transformers' plain attention, with which the model must have been loaded: the mean over all heads of all
+    layers that attend. Returns float32 [len(answer), M].
+    """
+    forward = _teacher_forced(text_model, expected, items, answer, linear, output_attentions=True)
+    layers = [each[0] for each in forward.attentions if each is not None]
+    media = [row for row, source in enumerate(expected.rows) if source is not None]
+    return torch.stack(layers).mean(dim=(0, 1))[len(expected.ids) - 1 :, media]
+
+
+def _teacher_forced(
+    text_model: nn.Module,
+    expected: Expected,
+    items: Sequence[Item],
+    answer: Sequence[int],
+    linear: bool,
+    **more: Any,
+) -> Any:
+    """One unchunked forward of transformers' own text model over the gathered sequence and all tokens of the answer but
+    the last. linear: the model takes one-dimensional positions. more: of its arguments."""
     ids = [*expected.ids, *answer[:-1]]
     embeds = text_model.get_input_embeddings()(torch.tensor(ids))  # type: ignore[operator]
     media = [(row, source) for row, source in enumerate(expected.rows) if source is not None]
@@ -261,14 +289,14 @@ def expected_states(
     said = len(ids) - len(expected.ids)
     positions = [*expected.positions, *[(len(expected.ids) + i + expected.delta,) * 3 for i in range(said)]]
     axes = torch.tensor(positions).T  # [3, n]
-    states: Tensor = text_model(
+    return text_model(
         inputs_embeds=embeds[None],
         attention_mask=torch.ones(1, len(ids), dtype=torch.long),  # without it, gaps in positions separate sequences
         position_ids=axes[:1] if linear else axes[:, None],
         use_cache=False,
         **_deepstack(len(ids), media, items),
-    ).last_hidden_state[0]
-    return states[len(expected.ids) - 1 :]
+        **more,
+    )
 
 
 def _deepstack(

@@ -6,8 +6,10 @@
      0.0 s  0.5 s   1.0 s  1.5 s   2.0 s  2.5 s      they share their tokens
     ━━━━━━━━━━━━━  ━━━───────────  ━────────────      the bar is the fraction of the slice that is kept
 
-Slices that are groups of frames have a border around their frames and times instead of a bar. An image that is sent as
-a whole and its tiles has a sheet of its own:
+With the weights of an answer's attention, kept tokens are dimmed, too: only those with the greatest weight have their
+full colours, and a bar is the share of the slice in the attention on the video. Slices that are groups of frames have a
+border around their frames and times instead of a bar. An image that is sent as a whole and its tiles has a sheet of its
+own:
 
     source        3 by 2 slices
     [       ]     [     ][     ][     ]
@@ -100,6 +102,7 @@ def contact_sheet(
     caption: str,
     slice_frames: int,
     in_groups: bool = False,
+    weights: NDArray[np.float32] | None = None,
 ) -> Image.Image:
     """All frames, with pruned tokens dimmed and kept tokens outlined.
 
@@ -108,10 +111,13 @@ def contact_sheet(
     timestamps_s: one per frame, or empty.
     slice_frames: of each temporal slice; the last slice may have fewer.
     in_groups: all tokens are kept and belong to the slice, not to its frames: it has a border, and its frames none.
+    weights: float32 [t, h, w], of an answer's attention on each token; None: only what is kept is drawn.
     """
     flat = np.zeros(grid.tokens, dtype=bool)
     flat[kept] = True
     mask = flat.reshape(grid.t, grid.h, grid.w)
+    light = mask.astype(np.float32) if weights is None else _light(weights)
+    bars = mask.mean(axis=(1, 2)) if weights is None else weights.sum(axis=(1, 2)) / weights.sum()
 
     layout = _lay_out(frames, slice_frames, grid)
     frame_width, frame_height = layout.frame_size
@@ -123,7 +129,7 @@ def contact_sheet(
         shown = frames[first : first + slice_frames]
         for offset, pixels in enumerate(shown):
             x = left + offset * (frame_width + FRAME_GAP_PX)
-            drawn = _resized(pixels, layout.frame_size) if in_groups else _frame(pixels, mask[index], layout)
+            drawn = _frame(pixels, mask[index], light[index], layout, is_outlined=not in_groups)
             sheet.paste(drawn, (x, top))
             if timestamps_s:
                 draw.text((x, foot + 6), f"{timestamps_s[first + offset]:.2f} s", FAINT_INK, _font(STAMP_SIZE))
@@ -132,7 +138,7 @@ def contact_sheet(
             box = (left - BORDER_PX, top - BORDER_PX, right + BORDER_PX - 1, foot + FOOT_PX - 1)
             draw.rectangle(box, outline=ACCENT, width=2)
         else:
-            _draw_bar(draw, left, foot, layout.slice_width, float(mask[index].mean()))
+            _draw_bar(draw, left, foot, layout.slice_width, float(bars[index]))
     return sheet
 
 
@@ -209,13 +215,29 @@ def _with_columns(frames: NDArray[np.uint8], slice_frames: int, grid: Grid, colu
     return _Layout(grid, slice_frames, cell_width, cell_height, columns)
 
 
-def _frame(pixels: NDArray[np.uint8], mask: NDArray[np.bool_], layout: _Layout) -> Image.Image:
+def _light(weights: NDArray[np.float32]) -> NDArray[np.float32]:
+    """How much of its colour each token has, 0 to 1: the square root of its weight's share of the greatest."""
+    light: NDArray[np.float32] = np.sqrt(weights / weights.max())
+    return light
+
+
+def _frame(
+    pixels: NDArray[np.uint8],
+    mask: NDArray[np.bool_],
+    light: NDArray[np.float32],
+    layout: _Layout,
+    *,
+    is_outlined: bool,
+) -> Image.Image:
+    """mask, light: [h, w], of the tokens of the grid."""
     resized = np.asarray(_resized(pixels, layout.frame_size), dtype=np.float32)
     kept = mask.repeat(layout.cell_height, axis=0).repeat(layout.cell_width, axis=1)
+    shown = light.repeat(layout.cell_height, axis=0).repeat(layout.cell_width, axis=1)
     grey = resized.mean(axis=2, keepdims=True)
     dimmed = grey * DIMMED_SHARE + np.array(PAPER, dtype=np.float32) * (1 - DIMMED_SHARE)
-    drawn = np.where(kept[..., None], resized, dimmed)
-    drawn[_outline(kept)] = ACCENT
+    drawn = dimmed + (resized - dimmed) * shown[..., None]
+    if is_outlined:
+        drawn[_outline(kept)] = ACCENT
     return Image.fromarray(drawn.round().astype(np.uint8))
 
 

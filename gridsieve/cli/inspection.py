@@ -1,7 +1,7 @@
-"""The command `gridsieve inspect`: draws which tokens of an image or video pruning keeps.
+"""The command `gridsieve inspect`: draws which tokens of an image or video are kept, and which an answer attends to.
 
 The frames come from preprocessing and the kept tokens from the encoder. Both services are asked at the same time about
-the same prompt; their plans must agree.
+the same prompt; their plans must agree. Generation answers a question afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import typer
 from numpy.typing import NDArray
 
 from gridsieve.cli.contact_sheet import contact_sheet, side_by_side, sliced_sheet
-from gridsieve.cli.launcher import LocalStack
+from gridsieve.cli.launcher import SERVICES, LocalStack
 from gridsieve.cli.options import (
     AccessFlags,
     DrawnRateOption,
@@ -34,6 +34,9 @@ from gridsieve.cli.options import (
 )
 from gridsieve.cli.signals import unwind_on_signals
 from gridsieve.cli.terminal import reported_errors, stderr
+from gridsieve.client.answer import Answer
+from gridsieve.client.attention import Attention
+from gridsieve.client.client import GridsieveClient
 from gridsieve.client.credentials import Access, credentials_of
 from gridsieve.client.encoding import SELECT_ALL, encode, responses
 from gridsieve.client.messages import add_messages
@@ -49,6 +52,7 @@ from gridsieve.common.security.credentials import Credentials
 from gridsieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 
 _services = partial(typer.Option, rich_help_panel="Services")
+_ANSWER_CHARACTERS = 60  # of an answer, in the caption
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
@@ -59,9 +63,14 @@ def inspect(
     pruning_method: MethodsOption = None,
     pruning_threshold: ThresholdOption = None,
     output: Annotated[Path, of_output("--output", "-o", help="The PNG or JPEG file to write.")] = Path("kept.png"),
+    answer: Annotated[
+        str | None, of_output(help="Ask this question, and dim the kept patches by the attention of the answer.")
+    ] = None,
+    max_new_tokens: Annotated[int | None, of_output(help="Maximum number of tokens of the answer.")] = None,
     frames: FrameFlags,
     preprocessing: Annotated[str | None, _services(help="Address of preprocessing.")] = None,
     encoder: Annotated[str | None, _services(help="Address of the encoder.")] = None,
+    generation: Annotated[str | None, _services(help="Address of generation, for --answer.")] = None,
     model: Annotated[
         Path | None, _services(help="Checkpoint of the services that this command starts. Default: the demo model.")
     ] = None,
@@ -70,9 +79,11 @@ def inspect(
 ) -> None:
     """Draw which patches of a video pruning keeps: all frames, with pruned patches dimmed; one sheet per method.
 
-    Without --preprocessing and --encoder, this command starts both services and stops them afterwards.
+    Without --preprocessing and --encoder, this command starts the services that it needs and stops them afterwards.
 
     Example: gridsieve inspect clip.mp4
+
+    Example: gridsieve inspect clip.mp4 --answer "What moves?" -o attention.png
 
     Example: gridsieve inspect clip.mp4 --pruning-rate 0.75 --pruning-method evs --pruning-method vcast -o kept.png
     """
@@ -87,17 +98,24 @@ def inspect(
         raise typer.BadParameter(f"--output must end with {', '.join(_SUFFIXES)}, got {output}")
     if (preprocessing is None) != (encoder is None):
         raise typer.BadParameter("--preprocessing and --encoder must be given together")
+    if (generation is None) != (preprocessing is None or answer is None):
+        raise typer.BadParameter("--generation must be given with --preprocessing and --answer, and without them not")
     with reported_errors(as_json=as_json):
         given = access.access()
         try:
             if preprocessing is not None and encoder is not None:
                 inspected = asyncio.run(inspect_media(preprocessing, encoder, part, prunings, **given))
+                if answer is not None and generation is not None:
+                    inspected = asyncio.run(_answered(generation, part, answer, max_new_tokens, inspected, **given))
             else:
                 unwind_on_signals()
-                stack = LocalStack(model, services=("preprocessing", "encoder"), report=stderr.print)
-                with stderr.status("starting preprocessing and the encoder for this command …"), stack:
+                stack = LocalStack(model, services=SERVICES[: 2 if answer is None else 3], report=stderr.print)
+                with stderr.status(f"starting {', '.join(stack.services)} for this command …"), stack:
                     addresses = stack.addresses["preprocessing"], stack.addresses["encoder"]
                     inspected = asyncio.run(inspect_media(*addresses, part, prunings, **given))
+                    if answer is not None:
+                        asked = _answered(stack.address, part, answer, max_new_tokens, inspected, **given)
+                        inspected = asyncio.run(asked)
         except InvalidRequest as error:
             if suggested and error.field == "--pruning-method":
                 error.remedy = "give a rate, which takes a method of this model: --pruning-rate 0.75"
@@ -122,6 +140,7 @@ class Inspection:
     frames: as `plan.frames` says, each [height, width, 3], RGB, uint8, rounded; an image's tiles may have another size
         than the first.
     kept: int32 [K], strictly increasing indices into the plan's grid.
+    question, answer: what was asked, and the answer with its attention; None if nothing was.
     """
 
     pruning: ItemPruning
@@ -129,6 +148,13 @@ class Inspection:
     frames: Sequence[NDArray[np.uint8]]
     kept: Int32Array
     repaired_frames: int
+    question: str = ""
+    answer: Answer | None = None
+
+    @property
+    def attention(self) -> Attention | None:
+        """Of the answer, on the one media item of its prompt."""
+        return self.answer.attention if self.answer else None
 
 
 async def inspect_media(
@@ -149,6 +175,29 @@ async def inspect_media(
     if any((plan.fingerprint, plan.media[0]) != (encoded.fingerprint, encoded.plan) for (encoded,) in found):
         raise PeerContract("preprocessing and the encoder planned the prompt differently: do both run the same model?")
     return [Inspection(encoded.pruning, encoded.plan, frames, encoded.kept, repaired) for (encoded,) in found]
+
+
+async def _answered(
+    address: str,
+    media: Image | Video,
+    question: str,
+    max_new_tokens: int | None,
+    inspected: Sequence[Inspection],
+    **access: Unpack[Access],
+) -> list[Inspection]:
+    """Asks generation at this address, with each pruning."""
+    found = []
+    async with GridsieveClient(address, **access) as client:
+        for each in inspected:
+            said = each.pruning
+            pruning = Pruning(said.rate, said.method, said.seed, said.threshold)
+            part = dataclasses.replace(media, pruning=pruning) if each.plan.modality is Modality.VIDEO else media
+            with in_flags([Message("user", (part,))]):
+                answer = await client.ask(part, question, attention=True, max_new_tokens=max_new_tokens)
+            if answer.attention is None or not np.array_equal(answer.attention.media[0].kept, each.kept):
+                raise PeerContract("the encoder and generation kept different tokens: do both run the same model?")
+            found.append(dataclasses.replace(each, question=question, answer=answer))
+    return found
 
 
 async def _frames(
@@ -192,14 +241,27 @@ def _draw(inspected: Inspection, name: str) -> Any:
     caption = (
         f"{_described(inspected.pruning)} keeps {kept} of {grid.tokens} tokens ({kept / grid.tokens:.1%})  ·  {shown}"
     )
+    weights = None
+    if attention := inspected.attention:
+        weights = attention.media[0].weights
+        share = f"{1 - attention.text_share:.0%} of the attention is on them"
+        caption += f"  ·  {share}  ·  {_shortened(str(inspected.answer))}"
     if plan.frames.tile_columns:
         return sliced_sheet(frames[0], np.stack(frames[1:]), plan.frames.tile_columns, name, caption)
     kept_tokens = inspected.kept
     if not _has_places(plan):
         # Tokens of tiles and of a resampler are in no frame's grid, and all are kept.
         grid, kept_tokens = Grid(plan.slices, 1, 1), np.arange(plan.slices, dtype=np.int32)
+        weights = None if weights is None else weights.reshape(plan.slices, 1, 1, -1).sum(axis=3)
     stacked, in_groups = np.stack(frames), bool(plan.frames.group_frames)
-    return contact_sheet(stacked, grid, kept_tokens, plan.timestamps_s, name, caption, plan.slice_frames, in_groups)
+    return contact_sheet(
+        stacked, grid, kept_tokens, plan.timestamps_s, name, caption, plan.slice_frames, in_groups, weights
+    )
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _ANSWER_CHARACTERS else f"{line[:_ANSWER_CHARACTERS]} ..."
 
 
 def _described(pruning: ItemPruning) -> str:
@@ -226,6 +288,10 @@ def _print_counts(inspected: Sequence[Inspection], output: Path, as_json: bool) 
         grid, kept = each.plan.grid, int(each.kept.size)
         place = f"{output}, {each.pruning.method}" if len(inspected) > 1 else output
         typer.echo(f"{place}: {kept} of {grid.tokens} tokens kept, {_shown(each.plan)}")
+        if attention := each.attention:
+            typer.echo(
+                f"{each.answer}\n{1 - attention.text_share:.1%} of the attention is on the {each.plan.modality.value}"
+            )
 
 
 def _counts(inspected: Inspection, output: Path) -> dict[str, Any]:
@@ -239,6 +305,28 @@ def _counts(inspected: Inspection, output: Path) -> dict[str, Any]:
         "kept_tokens_by_slice": np.bincount(inspected.kept // grid.slice_tokens, minlength=grid.t).tolist(),
         "pruning": {name: getattr(inspected.pruning, name) for name in ("rate", "method", "seed", "threshold")},
         "repaired_frames": inspected.repaired_frames,
+        **_told(inspected),
+    }
+
+
+def _told(inspected: Inspection) -> dict[str, Any]:
+    """The answer and its attention, if there is one."""
+    if inspected.attention is None:
+        return {}
+    (item,) = inspected.attention.media
+    return {
+        "question": inspected.question,
+        "answer": str(inspected.answer),
+        "attention": {
+            "text_share": inspected.attention.text_share,
+            "media_share": item.share,
+            "kept": item.kept.tolist(),
+            "weights": item.weights.reshape(-1)[item.kept].tolist(),
+            "tokens": [
+                {"text": text, "media_share": share}
+                for text, share in zip(inspected.attention.tokens, item.token_shares.tolist(), strict=True)
+            ],
+        },
     }
 
 

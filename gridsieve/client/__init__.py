@@ -12,6 +12,8 @@ from gridsieve.client.answer import Moment as Moment
 from gridsieve.client.answer import Progress as Progress
 from gridsieve.client.answer import Timings as Timings
 from gridsieve.client.answer import Usage as Usage
+from gridsieve.client.attention import Attention as Attention
+from gridsieve.client.attention import MediaAttention as MediaAttention
 from gridsieve.client.captions import captions as captions
 from gridsieve.client.client import GridsieveClient as GridsieveClient
 from gridsieve.client.encoding import Encoded as Encoded

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import TypeAlias
 
+from gridsieve.client.attention import Attention
 from gridsieve.client.tools import ToolCall, ToolCallDelta, joined_calls
 from gridsieve.common.contract.plan import Grid, Modality
 
@@ -212,7 +213,7 @@ class Finished:
     """One completion is finished.
 
     completion_tokens and generate_s are those of this completion; the rest of usage and timings is the request's.
-    moments: of a completion in moments.
+    moments: of a completion in moments. attention: what it attended to; None unless requested.
     """
 
     choice_index: int
@@ -220,6 +221,7 @@ class Finished:
     usage: Usage
     timings: Timings
     moments: tuple[Moment, ...] = ()
+    attention: Attention | None = None
 
 
 Event: TypeAlias = Accepted | Progress | Delta | Finished
@@ -231,7 +233,7 @@ class Choice:
 
     logprobs, top_logprobs, token_texts, token_bytes, tool_calls and thought are those of its deltas. A call that was
     cut off by the end of an answer (STOP) is only in `text`. moments: those that its text names, if they were asked
-    for.
+    for. attention: what its tokens attended to, if that was asked for.
     """
 
     index: int
@@ -245,6 +247,7 @@ class Choice:
     tool_calls: tuple[ToolCall, ...] = ()
     thought: str = ""
     moments: tuple[Moment, ...] = ()
+    attention: Attention | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +255,7 @@ class Answer:
     """The complete result of a request: its n answers, usage and timings.
 
     choices: the answers, as OpenAI calls them. text, token_ids, logprobs, top_logprobs, tool_calls, thought, moments,
-    reason: those of the first one.
+    attention, reason: those of the first one.
     usage: completion_tokens is the sum over all answers.
     timings: generate_s ends with the last answer.
     """
@@ -291,6 +294,10 @@ class Answer:
         return self.choices[0].moments
 
     @property
+    def attention(self) -> Attention | None:
+        return self.choices[0].attention
+
+    @property
     def reason(self) -> FinishReason:
         return self.choices[0].reason
 
@@ -314,6 +321,7 @@ def choice_of(finished: Finished, deltas: Sequence[Delta]) -> Choice:
         tool_calls=calls[:-1] if finished.reason is FinishReason.STOP else calls,
         thought="".join(delta.thought for delta in own),
         moments=finished.moments,
+        attention=finished.attention,
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any, TypeVar
 
+import numpy as np
 from google.protobuf.message import Message as ProtobufMessage
 
 from gridsieve.client.answer import (
@@ -23,6 +24,7 @@ from gridsieve.client.answer import (
     Usage,
     choice_of,
 )
+from gridsieve.client.attention import Attention, Float32Array, MediaAttention, over_grid
 from gridsieve.client.live_events import (
     DropReason,
     Filmed,
@@ -172,7 +174,38 @@ def _delta(delta: generation_pb2.Delta) -> Delta:
 def _finished(finished: generation_pb2.Finished) -> Finished:
     reason = known(_REASONS, finished.reason, "finish reason")
     timings, moments = Timings(**_fields(finished.timings)), tuple(Moment(**_fields(each)) for each in finished.moments)
-    return Finished(finished.choice_index, reason, usage_of(finished.usage), timings, moments)
+    usage, attention = usage_of(finished.usage), None
+    if finished.HasField("attention"):
+        attention = _attention(finished.attention, usage)
+    return Finished(finished.choice_index, reason, usage, timings, moments, attention)
+
+
+def _attention(message: generation_pb2.Attention, usage: Usage) -> Attention:
+    """Raises PeerContract if sizes contradict one another, or the media of `usage`."""
+    count, media = len(message.tokens), list[MediaAttention]()
+    if len(message.media) != len(usage.media):
+        raise PeerContract(f"the service sent attention on {len(message.media)} of {len(usage.media)} media items")
+    for each, item in zip(message.media, usage.media, strict=True):
+        kept = np.fromiter(each.kept, np.int32)
+        weights, by_token = _floats(each.weights), _floats(each.token_weights)
+        sizes = (kept.size, len(each.token_shares), by_token.size or count * kept.size)
+        inside = not kept.size or (kept.min() >= 0 and kept.max() < item.grid.tokens)
+        if sizes != (weights.size, count, count * kept.size) or not inside:
+            raise PeerContract("the service sent attention that does not fit the kept tokens and the answer's tokens")
+        media.append(
+            MediaAttention(
+                item.grid,
+                kept,
+                over_grid(item.grid, kept, weights),
+                _floats(each.token_shares),
+                by_token.reshape(count, kept.size) if by_token.size else None,
+            )
+        )
+    return Attention(tuple(media), message.text_share, tuple(message.tokens))
+
+
+def _floats(values: Iterable[float]) -> Float32Array:
+    return np.fromiter(values, np.float32)
 
 
 def usage_of(usage: generation_pb2.Usage) -> Usage:

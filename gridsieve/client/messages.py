@@ -162,7 +162,7 @@ def _sampling(options: Sampling, n: int | None = None) -> generation_pb2.Samplin
         if isinstance(given := options.get(name) or (), str):
             raise InvalidRequest(field=name, limit="a sequence of strings", value=given)
     fields: dict[str, Any] = {name: options.get(name) for name in Sampling.__annotations__}
-    for name in ("ignore_eos", "logprobs"):
+    for name in ("ignore_eos", "logprobs", "attention"):
         fields[name] = bool(fields[name])
     return _message(generation_pb2.Sampling, "sampling", **fields | _structured(options), n=n)
 

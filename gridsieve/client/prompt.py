@@ -302,6 +302,7 @@ class Sampling(TypedDict, total=False):
     json_object: whether a completion is a JSON object. json_schema: a JSON schema that it satisfies.
     moments: whether a completion is a list of moments of the prompt's videos (`Answer.moments`), at the times of the
         slices that the model is shown; a number: at multiples of so many seconds. Not in live sessions.
+    attention: whether to return what a completion attended to (`Answer.attention`). Not in live sessions.
     """
 
     max_new_tokens: int | None
@@ -325,6 +326,7 @@ class Sampling(TypedDict, total=False):
     json_object: bool | None
     json_schema: Mapping[str, Any] | str | None
     moments: bool | float | None
+    attention: bool | None
 
 
 class ReadOptions(TypedDict, total=False):

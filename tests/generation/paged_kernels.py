@@ -58,6 +58,9 @@ class InPlaceCache:
         shape = (2, sizes.layers, sizes.blocks + 1, sizes.block_tokens, sizes.kv_heads, sizes.head_dim)
         self.keys, self.values = like.new_zeros(shape)
 
+    def read_keys(self, layer: int, slots: Tensor) -> Tensor:
+        return self.keys[layer].flatten(0, 1)[slots].transpose(0, 1)
+
     def ahead(self, contexts: Sequence[Context], count: int) -> None:
         pass
 

@@ -151,6 +151,7 @@ def test_every_field_of_the_message_is_read() -> None:
         "min_new_tokens": 9,
         "logit_bias": {5: -100.0, 0: 0.5},
         "bad_words": ("x", "y"),
+        "attention": True,
     }
     ending = {"json_object", "json_schema", "moments", "max_thinking_tokens"}  # not with ignore_eos
     assert set(given) == set(Sampling.DESCRIPTOR.fields_by_name) - ending

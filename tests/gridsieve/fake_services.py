@@ -66,6 +66,19 @@ SLICED = PromptPlan(
 REFUSAL = MediaDamaged("12 of 40 frames [0.30] cannot be decoded")
 METHODS = ("evs", "random", "vidcom2", "none", "pixel_change", "vcast")
 BEGAN_S = 1_796_031_900.0  # 2026-11-30 09:45:00 UTC, when live sessions begin
+# Of the first completion's two tokens, on the four kept tokens of the first slice: a quarter of the whole.
+ATTENTION = generation_pb2.Attention(
+    media=[
+        generation_pb2.MediaAttention(
+            kept=[0, 1, 2, 3],
+            weights=[0.16, 0.04, 0.04, 0.01],
+            token_shares=[0.4, 0.1],
+            token_weights=[0.28, 0.06, 0.05, 0.01, 0.04, 0.02, 0.03, 0.01],
+        )
+    ],
+    text_share=0.75,
+    tokens=["A red ", "ball ⚽"],
+)
 COMPLETIONS = (("A red ", "ball ⚽"), ("Some", "thing"), ("", ""))
 
 
@@ -140,6 +153,7 @@ class FakeServices(
                     reason=generation_pb2.FINISH_REASON_STOP,
                     usage=usage,
                     timings=generation_pb2.Timings(time_to_first_token_s=0.5, decode_s=0.5, generate_s=0.25),
+                    attention=ATTENTION if request.sampling.attention else None,
                 )
             )
 

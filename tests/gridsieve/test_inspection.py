@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from typer.testing import Result
 
 from gridsieve.cli.contact_sheet import contact_sheet
-from gridsieve.v1 import encoder_pb2
+from gridsieve.common.contract.plan import Grid
+from gridsieve.v1 import encoder_pb2, generation_pb2
 from tests.gridsieve.fake_services import SLICED, SLICES_APART, FakeServices
 
 
@@ -134,3 +136,40 @@ def test_several_methods_are_drawn_side_by_side_and_counted_each(
         assert picture.height == alone[1]
     asked = [each.pruning.method for each in services.asked if isinstance(each, encoder_pb2.EncodePrompt)]
     assert sorted(asked) == ["", "evs", "random"]
+
+
+def test_an_answer_dims_the_kept_patches_by_its_attention(
+    inspect: Callable[..., Result], services: FakeServices, address: str, clip: str, tmp_path: Path
+) -> None:
+    name = tmp_path / "attention.png"
+    asks = ("--answer", "What moves?", "--generation", address, "--pruning-rate", "0.5", "-o", str(name))
+    result = inspect(clip, *asks)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[1:] == ["A red ball ⚽", "25.0% of the attention is on the video"]
+    asked = next(each for each in services.asked if isinstance(each, generation_pb2.GenerateRequest))
+    assert asked.sampling.attention
+    assert asked.prompt.messages[0].parts[0].video.pruning.rate == 0.5
+    printed = json.loads(inspect(clip, *asks, "--json").stdout)
+    assert (printed["question"], printed["answer"]) == ("What moves?", "A red ball ⚽")
+    told = printed["attention"]
+    assert (told["text_share"], told["media_share"], told["kept"]) == (0.75, pytest.approx(0.25), [0, 1, 2, 3])
+    assert told["weights"] == pytest.approx([0.16, 0.04, 0.04, 0.01])
+    assert [each["text"] for each in told["tokens"]] == ["A red ", "ball ⚽"]
+    assert [each["media_share"] for each in told["tokens"]] == pytest.approx([0.4, 0.1])
+
+
+def test_a_patch_is_as_bright_as_the_root_of_its_share_of_the_greatest_weight() -> None:
+    level, paper = 216, np.array((16, 18, 23))
+    frames, grid, kept = np.full((2, 56, 56, 3), level, np.uint8), Grid(2, 2, 2), np.arange(4, dtype=np.int32)
+    weights = np.array([[[0.16, 0.04], [0.04, 0.01]], [[0, 0], [0, 0]]], np.float32)
+    sheet = contact_sheet(frames, grid, kept, (), "", "", 1, weights=weights)
+    colours = {colour for _, colour in sheet.getcolors(2**16) or []}
+    dimmed = 0.32 * level + 0.68 * paper
+    for light in (1, 0.5, 0.25, 0):
+        assert tuple((dimmed + light * (level - dimmed)).round().astype(int).tolist()) in colours
+
+
+@pytest.mark.parametrize("flags", [("--answer", "What?"), ("--generation", "127.0.0.1:1")])  # one of both
+def test_an_answer_needs_generation(inspect: Callable[..., Result], clip: str, flags: tuple[str, ...]) -> None:
+    refused = inspect(clip, *flags)
+    assert (refused.exit_code, "--generation must be given with" in " ".join(refused.stderr.split())) == (2, True)

@@ -109,6 +109,7 @@ OPTIONS: dict[str, Any] = {
     "min_p": 0.0, "repetition_penalty": 1.5, "presence_penalty": 0.0, "frequency_penalty": -2.0,
     "top_logprobs": 20, "stop_token_ids": (5, 6), "n": 1, "ignore_eos": True, "json_schema": "{}",
     "min_new_tokens": 9, "logit_bias": {5: -100.0, 0: 0.5}, "bad_words": ["x"], "max_thinking_tokens": 0,
+    "attention": True,
 }  # fmt: skip
 
 

@@ -51,6 +51,17 @@ DARK = """(canvas) => {
   for (let at = 0; at < data.length; at += 4) dark += Math.max(data[at], data[at + 1], data[at + 2]) < 90;
   return dark / (data.length / 4);
 }"""
+# The mean brightness of each token of a drawn frame, whose side is 24 pixels.
+OF_TOKENS = """(canvas) => {
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const [columns, rows] = [canvas.width / 24, canvas.height / 24];
+  const sums = Array(rows * columns).fill(0);
+  for (let at = 0; at < data.length; at += 4) {
+    const [x, y] = [(at / 4) % canvas.width, Math.floor(at / 4 / canvas.width)];
+    sums[Math.floor(y / 24) * columns + Math.floor(x / 24)] += (data[at] + data[at + 1] + data[at + 2]) / 3 / 24 ** 2;
+  }
+  return sums;
+}"""
 MIB = 2**20
 # Notes each share of the upload that is shown, and presses the button once, when some was sent.
 NOTE_SHARES = """(progress, button) => {
@@ -206,6 +217,29 @@ def by_grpc(stack: Stack, rate: float, threshold: float | None = None) -> tuple[
 
     with ThreadPoolExecutor(1) as thread:  # Playwright's event loop runs in this one
         return thread.submit(asyncio.run, asked()).result()
+
+
+def test_the_attention_of_the_answer_dims_the_kept_tokens(page: Page) -> None:
+    drop(page, "clip.mp4", "video/mp4", CLIP.read_bytes())
+    ask(page, "What moves?", longest=4)
+    (article,) = finished(page, 1)
+    plain = [canvas.evaluate(OF_TOKENS) for canvas in article.locator("canvas").all()]
+    page.get_by_role("button", name="New conversation").click()
+    page.get_by_label("Show what the answer attends to").check()
+    with page.expect_response("**/v1/chat/completions") as answered:
+        ask(page, "What moves?", longest=4)
+    (article,) = finished(page, 1)
+    chunks = [line[6:] for line in answered.value.text().splitlines() if line.startswith("data: {")]
+    told = next(
+        found for each in map(json.loads, chunks) for found in (c.get("attention") for c in each["choices"]) if found
+    )
+    share = f"{round(100 * (1 - told['text_share']))} % of the answer's attention is on them"
+    expect(article.locator(".kept figcaption")).to_contain_text(share)
+    weights = np.array(told["media"][0]["weights"]).reshape(len(plain), -1)
+    # Nothing is pruned. A token is covered by 80 % of a dark colour, less the root of its share of the greatest weight.
+    covered = 0.8 * (1 - np.sqrt(weights / weights.max()))
+    drawn = [canvas.evaluate(OF_TOKENS) for canvas in article.locator("canvas").all()]
+    np.testing.assert_allclose(drawn, plain + (np.mean((20, 22, 26)) - plain) * covered, atol=4)
 
 
 def test_an_automatic_rate_is_told_with_the_answer(page: Page, stack: Stack) -> None:

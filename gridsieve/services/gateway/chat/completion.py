@@ -6,17 +6,22 @@ Source: OpenAI's API reference, "chat completion object" and "chat completion ch
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from gridsieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Moment, Timings, TopLogprobs, Usage
+import numpy as np
+
+from gridsieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Timings, TopLogprobs, Usage
+from gridsieve.client.attention import Attention
 from gridsieve.client.captions import captions
 from gridsieve.client.tools import ToolCallDelta
 from gridsieve.common.contract.errors import GridsieveError
 from gridsieve.services.gateway.chat.request import MomentsFormat, StreamOptions
 from gridsieve.services.gateway.http.errors import body_of
 from gridsieve.services.gateway.questions import ServerSent, server_sent
+
+_DIGITS = 7  # after the point, of the attention
 
 
 class CompletionWriter:
@@ -44,7 +49,7 @@ class CompletionWriter:
                 "message": _message(choice),
                 "logprobs": _logprobs(choice),
                 "finish_reason": choice.reason.value,
-                **self._told(choice.moments),
+                **self._told(choice),
             }
             for choice in answer.choices
         ]
@@ -62,7 +67,7 @@ class CompletionWriter:
             self._begun.add(index)
             yield self._chunk(index, {"role": "assistant", "content": ""})
         if isinstance(event, Finished):
-            yield self._chunk(index, {}, reason=event.reason.value, told=self._told(event.moments))
+            yield self._chunk(index, {}, reason=event.reason.value, told=self._told(event))
             return
         if event.thought:
             yield self._chunk(index, {"reasoning_content": event.thought})
@@ -83,13 +88,13 @@ class CompletionWriter:
     def failed(self, error: GridsieveError) -> ServerSent:
         return server_sent(body_of(error))
 
-    def _told(self, moments: Sequence[Moment]) -> dict[str, Any]:
-        """What a choice has of its moments."""
-        if self._moments is None:
-            return {}
-        told: dict[str, Any] = {"moments": [asdict(moment) for moment in moments]}
-        if self._moments.captions:
-            told["captions"] = captions(moments, self._moments.captions)
+    def _told(self, of: Choice | Finished) -> dict[str, Any]:
+        """What a choice has of its moments, and of what it attended to."""
+        told: dict[str, Any] = {} if of.attention is None else {"attention": _attention(of.attention)}
+        if self._moments is not None:
+            told["moments"] = [asdict(moment) for moment in of.moments]
+            if self._moments.captions:
+                told["captions"] = captions(of.moments, self._moments.captions)
         return told
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -184,6 +189,29 @@ def measured(usage: Usage, timings: Timings) -> dict[str, Any]:
         "stages_s": timings.stages_s,
         "generate_s": timings.generate_s,
     }
+
+
+def _attention(attention: Attention) -> dict[str, Any]:
+    """As gRPC's `Attention`; `token_weights` has a list for each token of the answer, or is null."""
+    return {
+        "text_share": _rounded(attention.text_share),
+        "tokens": attention.tokens,
+        "media": [
+            {
+                "grid": asdict(item.grid),
+                "kept": item.kept.tolist(),
+                "weights": _rounded(item.weights.reshape(-1)[item.kept]),
+                "token_shares": _rounded(item.token_shares),
+                "token_weights": None if item.token_weights is None else _rounded(item.token_weights),
+            }
+            for item in attention.media
+        ],
+    }
+
+
+def _rounded(values: Any) -> Any:
+    """Numbers of few digits: an answer may have hundreds of thousands of weights."""
+    return np.round(np.asarray(values, np.float64), _DIGITS).tolist()
 
 
 def _logprobs(of: Choice | Delta) -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ _TOKEN_DIGITS = 10
 _SAME_NAMES = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "n"),
     *("stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "bad_words", "parallel_tool_calls", "cache_salt"),
+    "attention",
 )
 
 

@@ -375,6 +375,7 @@ class ChatRequest(MediaOptions):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    attention: bool | None = None
 
     prompt_cache_key: Unused = None
     reasoning_effort: Unused = None

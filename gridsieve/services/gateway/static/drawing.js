@@ -34,43 +34,67 @@ export function drawCost(article, usage) {
   article.querySelector(".stages").hidden = false;
 }
 
-// kept: a medium of /v1/gridsieve/kept. url: of the clip, which may end when the signal is aborted.
-export async function drawKept(article, { grid, kept, frame_times_s: times }, url, signal) {
+// kept: a medium of /v1/gridsieve/kept. url: of the clip, which may end when the signal is aborted. attention: that of the
+// answer, by which kept tokens are dimmed, too; or null.
+export async function drawKept(article, { modality, grid, kept, frame_times_s: times }, url, attention, signal) {
   const { t, h, w } = grid;
-  const isKept = new Uint8Array(t * h * w);
-  for (const token of kept) isKept[token] = 1;
+  const light = new Float32Array(t * h * w); // of each token: 0 is dimmed, 1 is not
+  const weights = attention?.media[0].weights;
+  const most = weights?.reduce((one, other) => Math.max(one, other), 0);
+  kept.forEach((token, place) => { light[token] = weights ? Math.max(0.01, Math.sqrt(weights[place] / most)) : 1; });
   const figure = article.querySelector(".kept");
   const shown = Math.min(t, MAX_SLICES);
-  const video = await opened(url, signal);
+  const clip = await (modality === "video" ? opened : loaded)(url, signal);
   if (signal.aborted) return;
-  figure.querySelector("figcaption").textContent = `${kept.length} of ${t * h * w} visual tokens kept, the others `
-    + `(${percent(1 - kept.length / (t * h * w))}) are dimmed.`
+  figure.querySelector("figcaption").textContent = `${kept.length} of ${t * h * w} visual tokens kept`
+    + (kept.length < t * h * w ? `, the others (${percent(1 - kept.length / (t * h * w))}) are dimmed.` : ".")
+    + (attention ? ` ${percent(1 - attention.text_share)} of the answer's attention is on them: the more, the brighter.` : "")
     + (shown < t ? ` The first ${shown} of ${t} slices are shown.` : "")
-    + (video ? "" : " This browser cannot play the clip, so its pictures are missing.");
+    + (clip ? "" : " This browser cannot play the clip, so its pictures are missing.");
   figure.hidden = false;
+  if (modality === "image" && !hasShapeOf(clip, grid)) return;
   for (let slice = 0; slice < shown; slice += 1) {
-    const ofSlice = isKept.subarray(slice * h * w, (slice + 1) * h * w);
-    const timeS = times[slice * times.length / t];
-    if (video) await seek(video, timeS, signal);
+    const ofSlice = light.subarray(slice * h * w, (slice + 1) * h * w);
+    const timeS = times.length ? times[slice * times.length / t] : null;
+    if (clip && timeS !== null) await seek(clip, timeS, signal);
     if (signal.aborted) return;
     const frame = element("div", {});
-    frame.append(drawn(video, grid, ofSlice, timeS), element("span", { className: "time", textContent: `${timeS.toFixed(1)} s` }));
+    frame.append(drawn(clip, grid, ofSlice, timeS));
+    if (timeS !== null) frame.append(element("span", { className: "time", textContent: `${timeS.toFixed(1)} s` }));
     figure.querySelector(".frames").append(frame);
   }
 }
 
-// A canvas with a slice's frame, in which the tokens that were not kept are dimmed. picture: null for none.
-export function drawn(picture, { h, w }, isKept, timeS) {
+// Whether the tokens of an image are places of it: not those of its tiles, and of a resampler.
+function hasShapeOf(image, { t, h, w }) {
+  return t === 1 && (!image || Math.abs(Math.log((w * image.naturalHeight) / (h * image.naturalWidth))) < 0.3);
+}
+
+// A canvas with a slice's frame, whose tokens are dimmed as far as their light is below 1; it is 0 of those that were not
+// kept. picture: null for none. timeS: null of an image.
+export function drawn(picture, { h, w }, light, timeS) {
   const canvas = element("canvas", { width: w * TOKEN_PX, height: h * TOKEN_PX, role: "img" });
-  const count = isKept.reduce((sum, one) => sum + one, 0);
-  canvas.ariaLabel = canvas.title = `Second ${timeS.toFixed(1)}: ${count} of ${h * w} tokens kept`;
+  const count = light.reduce((sum, one) => sum + (one > 0), 0);
+  canvas.ariaLabel = canvas.title = `${timeS === null ? "" : `Second ${timeS.toFixed(1)}: `}${count} of ${h * w} tokens kept`;
   const context = canvas.getContext("2d");
   if (picture) context.drawImage(picture, 0, 0, canvas.width, canvas.height);
-  context.fillStyle = "rgb(20 22 26 / 80%)";
-  isKept.forEach((one, token) => {
-    if (!one) context.fillRect((token % w) * TOKEN_PX, Math.floor(token / w) * TOKEN_PX, TOKEN_PX, TOKEN_PX);
+  light.forEach((one, token) => {
+    if (one === 1) return;
+    context.fillStyle = `rgb(20 22 26 / ${80 * (1 - one)}%)`;
+    context.fillRect((token % w) * TOKEN_PX, Math.floor(token / w) * TOKEN_PX, TOKEN_PX, TOKEN_PX);
   });
   return canvas;
+}
+
+// An <img>, or null where this browser cannot show it.
+function loaded(url, signal) {
+  return new Promise((resolve) => {
+    const image = element("img", {});
+    image.onload = () => resolve(image);
+    image.onerror = () => resolve(null);
+    signal.addEventListener("abort", () => resolve(null));
+    image.src = url;
+  });
 }
 
 // A <video> with its first frame, or null where this browser cannot decode the clip.

@@ -38,7 +38,7 @@ export async function submit() {
     running = null;
     setBusy(false);
   }
-  for (const [article, bodyOf] of drawn) await draw(article, clip, bodyOf, mine.signal);
+  for (const [article, bodyOf, attention] of drawn) await draw(article, clip, bodyOf, attention, mine.signal);
 }
 
 export function stop() {
@@ -57,7 +57,8 @@ export function bodyNow(part) {
   return body(part, byId("compare").checked ? [] : turns, byId("question").value, ownPruning());
 }
 
-// drawn: gets each article about a video, and the body of its question by the clip's part.
+// drawn: gets each article of which tokens are drawn, the body of its question by the clip's part, and the answer's
+// attention, or null.
 async function converse(clip, signal, drawn) {
   if (!turns.length) byId("answers").replaceChildren();
   byId("answers").classList.add("conversation");
@@ -115,11 +116,13 @@ function headed({ rate, threshold }, question) {
 // Returns the text, or null for an answer that broke off.
 async function fill(article, clip, bodyOf, signal, drawn) {
   const text = article.querySelector(".text");
+  const streamed = { ...STREAMED, ...(byId("attention").checked && { attention: true }) };
   try {
-    const { answer, usage } = await answered(article, await ask(clip, (part) => ({ ...bodyOf(part), ...STREAMED }), signal));
+    const response = await ask(clip, (part) => ({ ...bodyOf(part), ...streamed }), signal);
+    const { answer, usage, attention } = await answered(article, response);
     const [{ modality, pruning_rate: rate }] = usage.gridsieve.media;
     if (article.dataset.automatic) article.querySelector("h2").textContent += `, by ${percent(rate)}`;
-    if (modality === "video") drawn.push([article, bodyOf]);
+    if (modality === "video" || attention) drawn.push([article, bodyOf, attention]);
     else article.setAttribute("aria-busy", "false");
     return answer;
   } catch (error) {
@@ -134,7 +137,7 @@ async function fill(article, clip, bodyOf, signal, drawn) {
 // Shows a streamed answer in an article as it comes, then its cost.
 export async function answered(article, response) {
   const text = article.querySelector(".text");
-  let [answer, usage] = ["", null];
+  let [answer, usage, attention] = ["", null, null];
   for await (const chunk of events(response)) {
     if (chunk.error) throw new Error(chunk.error.message);
     const choice = chunk.choices[0];
@@ -143,17 +146,18 @@ export async function answered(article, response) {
     answer += choice?.delta.content ?? "";
     text.append(choice?.delta.content ?? "");
     if (choice?.finish_reason === "length") text.append(" […]");
+    attention = choice?.attention ?? attention;
     usage = chunk.usage;
   }
   drawCost(article, usage);
-  return { answer, usage };
+  return { answer, usage, attention };
 }
 
-// Shows which tokens of a video were kept.
-async function draw(article, clip, bodyOf, signal) {
+// Shows which tokens of the clip were kept, and, if known, what the answer attended to.
+async function draw(article, clip, bodyOf, attention, signal) {
   try {
     const told = await post("v1/gridsieve/kept", bodyOf(await partOf(clip, signal)), signal);
-    await drawKept(article, (await told.json()).media[0], clip.url, signal);
+    await drawKept(article, (await told.json()).media[0], clip.url, attention, signal);
   } catch (error) {
     if (error.name !== "AbortError") article.querySelector(".error").textContent = error.message;
   } finally {

@@ -7,7 +7,7 @@ from typing import Any
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.requests import check_tools
 from gridsieve.services.generation.answers.text import Ended, Said, Told
-from gridsieve.services.generation.request.request import FinishReason
+from gridsieve.services.generation.request.request import Attended, FinishReason
 from gridsieve.services.generation.sampling.detokenizer import REPLACEMENT, Tokenizer
 from gridsieve.services.generation.sampling.moments import MomentsFormat
 from gridsieve.services.generation.sampling.params import SamplingRequest, check_counts
@@ -73,7 +73,10 @@ def response_of(
         case Said():
             return generation_pb2.GenerateResponse(delta=delta_message(told, tokenizer))
         case Ended():
-            return generation_pb2.GenerateResponse(finished=finished_message(told, usage, clock))
+            finished = finished_message(told, usage, clock)
+            if told.attended:
+                finished.attention.CopyFrom(attention_message(told.attended, tokenizer))
+            return generation_pb2.GenerateResponse(finished=finished)
     return generation_pb2.GenerateResponse(
         progress=encoder_pb2.MediaProgress(
             media_index=told.media_index,
@@ -108,6 +111,24 @@ def delta_message(said: Said, tokenizer: Tokenizer) -> generation_pb2.Delta:
             for call in calls
         ],
     )
+
+
+def attention_message(attended: Attended, tokenizer: Tokenizer) -> generation_pb2.Attention:
+    message = generation_pb2.Attention(
+        text_share=1 - attended.weights.sum(),
+        tokens=[tokenizer.decode([one], skip_special_tokens=False) for one in attended.token_ids],
+    )
+    end = 0
+    for index, kept in enumerate(attended.kept):
+        first, end = end, end + kept.size
+        rows = attended.token_weights
+        message.media.add(
+            kept=kept,
+            weights=attended.weights[first:end],
+            token_shares=attended.token_shares[:, index],
+            token_weights=() if rows is None else rows[:, first:end].reshape(-1),
+        )
+    return message
 
 
 def finished_message(ended: Ended, usage: generation_pb2.Usage, clock: StageClock) -> generation_pb2.Finished:

@@ -15,6 +15,7 @@ from gridsieve.services.generation.answers.metrics import (
     count_first_token,
 )
 from gridsieve.services.generation.request.request import (
+    Attended,
     Delta,
     Failed,
     Finished,
@@ -42,12 +43,14 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of an answer. cached_tokens: of its prompt, found in the prefix cache. thought_tokens: of the answer."""
+    """The end of an answer. cached_tokens: of its prompt, found in the prefix cache. thought_tokens: of the answer.
+    attended: what it attended to, if that was asked for."""
 
     index: int
     finished: Finished
     cached_tokens: int
     thought_tokens: int
+    attended: Attended | None = None
 
 
 Told: TypeAlias = Progress | Said | Ended
@@ -75,6 +78,7 @@ class Answers:
         stops = bool(question.sampling.stop)
         self._detokenizers = {} if stops else {index: Detokenizer(tokenizer) for index in range(answers)}
         self._last_token_ns: dict[int, int] = {}  # by answer
+        self._attended: dict[int, Attended] = {}  # by answer
 
     @property
     def complete(self) -> bool:
@@ -98,6 +102,8 @@ class Answers:
                     yield event
                 case PrefillStarted():
                     self._clock.finish(Stage.WAIT_FOR_PREFILL, at_ns)
+                case Attended():
+                    self._attended[index] = event
                 case Finished():
                     self._unfinished -= 1
                     reason = event.reason
@@ -113,7 +119,8 @@ class Answers:
                             yield Said(index, Delta(part.text, ()), part.thought, part.calls)
                     ANSWERS.labels(reason.value).inc()
                     thought_tokens = reader.thought_tokens if reader else 0
-                    yield Ended(index, replace(event, reason=reason), self._question.cached_tokens, thought_tokens)
+                    finished, cached_tokens = replace(event, reason=reason), self._question.cached_tokens
+                    yield Ended(index, finished, cached_tokens, thought_tokens, self._attended.pop(index, None))
                 case Failed():
                     raise event.error
                 case Exception():

@@ -76,7 +76,7 @@ class Engine:
         live_blocks: int = 0,
         max_yielding: int | None = None,
     ) -> None:
-        self._model = runner.model
+        self._runner = runner
         drafts: Drafts = payoff or (Room() if runner.drafter else PromptLookup())
         self._memory = Memory(allocator, max_num_seqs, states, live_blocks)
         self._scheduler = Scheduler(self._memory, max_num_batched_tokens, max_num_seqs, max_draft_tokens, drafts)
@@ -124,9 +124,9 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queues a request and its siblings. Afterwards `request.wanted_media` lists the items to deliver.
 
-        Raises PromptTooLong if it can never fit, InvalidRequest if it has too many siblings to ever be accepted,
-        Overloaded if the queue is full, and Unavailable if the engine has ended. The queue has room for requests that
-        borrow an open lease.
+        Raises PromptTooLong if it can never fit, InvalidRequest if it has too many siblings to ever be accepted, or
+        asks for attention where the runner cannot tell it, Overloaded if the queue is full, and Unavailable if the
+        engine has ended. The queue has room for requests that borrow an open lease.
         """
         capacity = self._memory.capacity_tokens(request)
         if request.max_tokens > capacity:
@@ -136,6 +136,8 @@ class Engine:
                 value=request.max_tokens,
                 limit=capacity,
             )
+        if request.sampling.attention and (where := self._runner.unwatched):
+            raise InvalidRequest(field="sampling.attention", limit=f"false {where}", value=True)
         with self._lock:
             if self._stopping:
                 raise _ended()
@@ -208,7 +210,7 @@ class Engine:
     def _loop(self) -> None:
         try:
             # Triton's kernels, among others, launch on torch's current device: it must be the model's.
-            with torch.cuda.device_of(self._model.embed_tokens.weight):
+            with torch.cuda.device_of(self._runner.model.embed_tokens.weight):
                 while not self._stopping:
                     # `stop` may have come since the loop's condition, and `step` may have taken its wake-up.
                     if not self.step() and not self._stopping:

@@ -35,6 +35,7 @@ from gridsieve.services.generation.engine.snapshots import snapshot_places
 from gridsieve.services.generation.engine.speculation import Drafts
 from gridsieve.services.generation.memory.lease import Lease
 from gridsieve.services.generation.memory.memory import Memory
+from gridsieve.services.generation.request.attending import Attending
 from gridsieve.services.generation.request.batch import Chunk
 from gridsieve.services.generation.request.encoded_media import EncodedMedia
 from gridsieve.services.generation.request.request import Request, Status
@@ -125,6 +126,13 @@ class Scheduler:
             self.awaiting_sibling.remove(sibling)
             self._enter(sibling, Status.WAITING)
         request.siblings = []
+
+    def follow(self, attending: Attending, answered: Request) -> None:
+        """Queues what computes an answer again, whose request still has its blocks."""
+        self.memory.begin(attending)
+        self.memory.pin_as(attending, answered)
+        self.memory.reuse(attending)
+        self._enter(attending, Status.WAITING)
 
     def media_arrived(self, request: Request) -> None:
         """Queues a request if all its media have arrived. Else what the cache has of them need not be computed."""

@@ -32,6 +32,7 @@ from gridsieve.services.generation.engine.payoff import Payoff
 from gridsieve.services.generation.engine.scheduler import Scheduler
 from gridsieve.services.generation.engine.stats import Step
 from gridsieve.services.generation.model.runner import OutOfStep, Runner, SampledStep
+from gridsieve.services.generation.request.attending import Attending
 from gridsieve.services.generation.request.batch import Chunk
 from gridsieve.services.generation.request.request import Event, Failed, Finished, PrefillStarted, Request, Status
 from gridsieve.services.generation.sampling.sampler import SampledToken
@@ -104,7 +105,10 @@ class Stepper:
                 self._send(request, Failed(_as_failure(error)))
 
     def forget(self, request: Request) -> None:
-        """Ends a request, and the siblings that have not started, without an event. Its blocks are free."""
+        """Ends a request, what follows it, and the siblings that have not started, without an event. Its blocks are
+        free."""
+        if request.attending:
+            self.forget(request.attending)
         if request.status is Status.DONE:
             return
         for sibling in request.siblings:
@@ -246,6 +250,12 @@ class Stepper:
                 request.accepted_draft_tokens += 1
             delta, reason = request.append(token)
             self._send(request, delta)
+            if reason and request.sampling.attention:
+                attending = Attending(request, reason)
+                self._scheduler.follow(attending, request)
+                self.forget(request)
+                request.attending = attending
+                return accepted
             if reason:
                 self.forget(request)
                 counts = len(request.output_ids), request.draft_tokens, request.accepted_draft_tokens

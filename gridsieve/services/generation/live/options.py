@@ -113,6 +113,8 @@ def ask_of(message: generation_pb2.LiveAsk) -> Ask:
     wanted = sampling_request(generation_pb2.GenerateRequest(prompt=prompt, sampling=message.sampling))
     if wanted.n != 1:
         raise InvalidRequest(field="ask.sampling.n", limit="1", value=wanted.n)
+    if wanted.attention:
+        raise InvalidRequest(field="ask.sampling.attention", limit="false in a live session", value=True)
     if wanted.needs_times:
         name = "moments" if wanted.moments else "json_schema"
         raise InvalidRequest(field=f"ask.sampling.{name}", limit="without times of a video in a live session")

@@ -36,8 +36,8 @@ class Holder(Rows, Protocol):
         """How many of its tokens are known."""
 
     @property
-    def early_tokens(self) -> int:
-        """How many of them may be computed."""
+    def reusable_tokens(self) -> int:
+        """How many of them may be found in the cache and not computed: not all."""
 
     def encoded_media_within(self, first: int, end: int) -> tuple[object, ...]:
         """Objects that must stay alive as long as tokens [first, end) are cached."""

@@ -32,10 +32,10 @@ class PrefixCache:
         self._states = states
 
     def reuse(self, holder: Holder) -> None:
-        """Replaces blocks that the request has yet to fill by cached ones. At least one token is left to compute."""
+        """Replaces blocks that the request has yet to fill by cached ones."""
         holding, size = holder.holding, self._allocator.block_tokens
-        first, ready = holding.num_cached_blocks, min(holder.early_tokens, holder.tokens - 1)
-        found = self._lookup(holder, ready, first, holding.parent_serial)
+        first = holding.num_cached_blocks
+        found = self._lookup(holder, holder.reusable_tokens, first, holding.parent_serial)
         holding.shared_tokens = max(holding.shared_tokens, (first + len(found)) * size)
         found = found[: self._ends_with_state(found)]
         end = (first + len(found)) * size

@@ -6,7 +6,7 @@ It owns the model and the KV cache, and knows nothing of scheduling.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -22,6 +22,7 @@ from gridsieve.services.compute.transfers import to_device
 from gridsieve.services.generation.model.attention import make_cache
 from gridsieve.services.generation.model.attention.cache import CacheSizes, CapturedCache
 from gridsieve.services.generation.model.attention.running import running
+from gridsieve.services.generation.model.attention.weights import WatchedBatch, WatchedRows
 from gridsieve.services.generation.model.determinism import row_sizes
 from gridsieve.services.generation.model.drafting import Drafter
 from gridsieve.services.generation.model.experts import rows_without_wait
@@ -31,6 +32,7 @@ from gridsieve.services.generation.model.graphs import DecodeGraphs, shapes
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.model.media_embeds import uploaded
 from gridsieve.services.generation.model.states import RESERVED, StateCache
+from gridsieve.services.generation.request.attending import Attending
 from gridsieve.services.generation.request.batch import (
     Chunk,
     Context,
@@ -209,6 +211,13 @@ class Runner:
         return self._cache.sizes.padding_block
 
     @property
+    def unwatched(self) -> str:
+        """Where it cannot tell what rows attend to; empty: it can."""
+        if self._workers is not None:
+            return "with --tensor-parallel, where each rank has a part of the heads"
+        return "with --deterministic, which divides chunks" if self.row_sizes else ""
+
+    @property
     def captures(self) -> bool:
         """Whether decode steps can be captured, as far as attention and the division of steps are concerned."""
         return self._cache.captures and not self.row_sizes
@@ -267,7 +276,11 @@ class Runner:
         packed, media = pack(chunks, self._cache.sizes.block_tokens)
         media_embeds = uploaded(self.model, media, self.model.embed_levels) if media else None
         if self._workers is None:
-            return self.compute(packed, media_embeds, unread)
+            watched = [*self._watched(chunks, packed)]
+            logits = self.compute(packed, media_embeds, unread, [rows for _, _, rows in watched])
+            for request, chunk, rows in watched:
+                request.add(chunk, rows.means())
+            return logits
         try:
             self._workers.broadcast(packed, media_embeds, unread)
             return self.compute(packed, media_embeds, unread)
@@ -275,11 +288,18 @@ class Runner:
             raise OutOfStep(str(error)) from error
 
     @torch.inference_mode()
-    def compute(self, packed: Packed, media_embeds: Tensor | None, unread: Tensor | None = None) -> Tensor:
+    def compute(
+        self,
+        packed: Packed,
+        media_embeds: Tensor | None,
+        unread: Tensor | None = None,
+        watched: Sequence[WatchedRows] = (),
+    ) -> Tensor:
         """Raw logits of `packed.logit_rows`, float32 [S, vocab_size].
 
         media_embeds: [1 + embed_levels, M, D], embeddings and levels of the media rows; None if there are none.
         unread: int64 [U], the tokens of `packed.unread_rows`; None if there are none.
+        watched: rows of which it adds up what they attend to.
         """
         self.model.adapters.rows = packed.adapted
         ids = to_device(packed.ids, self.model.device)
@@ -288,17 +308,19 @@ class Runner:
         if self.row_sizes:
             return self._in_fixed_sizes(packed, ids, media_embeds)
         # A step is one forward, a graph's or an eager one: two would read all weights twice.
-        replayed = self._graphs.replay(packed, ids) if self._graphs and packed.decodes_only else None
+        replayed = self._graphs.replay(packed, ids) if self._graphs and packed.decodes_only and not watched else None
         self.replayed = replayed is not None
         if replayed is None:
-            return self._forward(packed, ids, media_embeds)
+            return self._forward(packed, ids, media_embeds, watched)
         logits, hidden = replayed
         self._hidden = None if hidden is None else hidden.clone()  # the next step may be launched before it is read
         return logits
 
-    def _forward(self, packed: Packed, ids: Tensor, media_embeds: Tensor | None) -> Tensor:
+    def _forward(
+        self, packed: Packed, ids: Tensor, media_embeds: Tensor | None, watched: Sequence[WatchedRows]
+    ) -> Tensor:
         """ids: int64 [T], on the device, with those of unread rows."""
-        states = self._run_text(packed, ids, media_embeds)
+        states = self._run_text(packed, ids, media_embeds, watched)
         logits: Tensor = self.model.lm_head(states[to_device(packed.logit_rows, self.model.device)])
         self._hidden = self.model.draft.hidden() if self.model.draft else None
         return logits.float()
@@ -320,13 +342,17 @@ class Runner:
         rows = torch.cat(outputs)[to_device(packed.logit_rows, self.model.device)]
         return in_fixed_sizes(self.model.lm_head, rows, self.row_sizes).float()
 
-    def _run_text(self, packed: Packed, ids: Tensor, media_embeds: Tensor | None) -> Tensor:
+    def _run_text(
+        self, packed: Packed, ids: Tensor, media_embeds: Tensor | None, watched: Sequence[WatchedRows] = ()
+    ) -> Tensor:
         """The last hidden state of every row, [T, D]. Arguments as of `_forward`."""
         embeds: Tensor = self.model.embed_tokens(ids)
         levels = {} if media_embeds is None else self._put_media(packed, embeds, media_embeds)
         embeds = embeds[None]  # [1, T, D]
         positions = self.model.position_ids(to_device(packed.positions, self.model.device))
         batch, text = self._cache.batch(packed), self.model.text
+        if watched:
+            batch = WatchedBatch(self._cache, batch, watched)
         states = self._states.batch(packed) if self._states else None
         if self._compiled is None or levels:
             if states:
@@ -337,6 +363,18 @@ class Runner:
                 output = self._compiled(inputs_embeds=embeds, position_ids=positions, use_cache=False)
         found: Tensor = output.last_hidden_state[0]
         return found
+
+    def _watched(self, chunks: Sequence[Chunk], packed: Packed) -> Iterator[tuple[Attending, Chunk, WatchedRows]]:
+        """The rows of answers that are computed again."""
+        end = 0
+        for chunk, context in zip(chunks, packed.contexts, strict=True):
+            end, request = end + chunk.tokens, chunk.request
+            if isinstance(request, Attending) and (count := request.rows_of(chunk)):
+                slots = to_device(
+                    slots_of(context.blocks, 0, context.end, self._cache.sizes.block_tokens), self.model.device
+                )
+                sizes, rows = request.prompt.num_kept, slice(end - count, end)
+                yield request, chunk, WatchedRows(rows, slots, request.media(), sizes, keeps=request.keeps)
 
     def _put_media(self, packed: Packed, embeds: Tensor, media_embeds: Tensor) -> dict[str, Any]:
         """Writes media rows into `embeds` [T, D], and returns the model's arguments for their further levels."""

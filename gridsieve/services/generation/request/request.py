@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from gridsieve.common.contract.errors import GridsieveError
-from gridsieve.common.contract.plan import salted
+from gridsieve.common.contract.plan import Int32Array, salted
 from gridsieve.services.generation.memory.blocks import ROOT
 from gridsieve.services.generation.memory.holding import Holding
 from gridsieve.services.generation.request.encoded_media import EncodedMedia, MediaItem
@@ -89,6 +89,24 @@ class Read:
     values: Float32Array
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Attended:
+    """What the tokens of an answer attended to: weights of the rows that they were drawn from, on the M media tokens of
+    the prompt, as means over heads and over the layers that attend. Those of a row on all tokens before it sum to 1.
+
+    token_ids: the n tokens of the answer. kept: of each media item, the kept tokens of its grid, int32 [K]; M together.
+    weights: float32 [M], mean over the n tokens.
+    token_shares: float32 [n, items], of each item as a whole.
+    token_weights: float32 [n, M]; None where that would be too large.
+    """
+
+    token_ids: tuple[int, ...]
+    kept: tuple[Int32Array, ...]
+    weights: Float32Array
+    token_shares: Float32Array
+    token_weights: Float32Array | None
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """draft_tokens: those that the model computed for the answer; accepted_draft_tokens: those that are part of it."""
@@ -104,7 +122,7 @@ class Failed:
     error: GridsieveError
 
 
-Event: TypeAlias = PrefillStarted | Delta | Read | Finished | Failed
+Event: TypeAlias = PrefillStarted | Delta | Read | Attended | Finished | Failed
 
 
 class Status(Enum):
@@ -168,6 +186,7 @@ class Request:
         # arrived, or, where the KV cache holds the rows before them, `EncodedMedia.last_rows`.
         self.embeds: list[Tensor | None] = [None] * len(self.media_keys)
         self.encoded_media: list[EncodedMedia | None] = [None] * len(self.media_keys)
+        self.attending: Request | None = None  # what computes its answer again, once it has it
         self.siblings: list[Request] = []  # other answers to the prompt (`n`) that start once it is prefilled
         self.output_ids: list[int] = []
         self.num_unread = 0  # tokens after `output_ids` that the device samples and the host has not read
@@ -208,6 +227,11 @@ class Request:
     def early_tokens(self) -> int:
         """How many of `ready_tokens` may be computed while media are missing."""
         return self.prompt.early + len(self.output_ids)
+
+    @property
+    def reusable_tokens(self) -> int:
+        """How many of `ready_tokens` may be found in the prefix cache. At least one token is left to compute."""
+        return min(self.early_tokens, self.tokens - 1)
 
     @property
     def wanted_media(self) -> tuple[int, ...]:
@@ -262,7 +286,7 @@ class Request:
             ends.append(prompt.rows_end(index, prompt.num_kept[index] - encoded.last_rows.shape[1]))
         return prompt, ends
 
-    def append(self, sampled: SampledToken) -> tuple[Delta | Read, FinishReason | None]:
+    def append(self, sampled: SampledToken) -> tuple[Delta | Read | Attended, FinishReason | None]:
         """Appends a token that was read. Returns its event, and the reason if the answer ends with it."""
         token_id = sampled.token_id
         self.output_ids.append(token_id)

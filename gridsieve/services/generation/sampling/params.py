@@ -61,6 +61,7 @@ class SamplingRequest:
     moments: MomentsFormat | None = None
     max_thinking_tokens: int | None = None
     tool_use: ToolUse | None = None
+    attention: bool = False
 
     def __post_init__(self) -> None:
         self._check("max_new_tokens", "at least 1", lambda value: value >= 1)
@@ -151,6 +152,7 @@ class SamplingRequest:
             eos_ids=eos_ids,
             grammar=grammar,
             min_new_tokens=self.min_new_tokens,
+            attention=self.attention,
             logit_bias=tuple(self.logit_bias.items()),
             bad_words=tuple(word for word in bad_words if max(word) < defaults.vocab_size and word[-1] not in eos_ids),
         )

@@ -50,6 +50,7 @@ class SamplingParams:
     min_new_tokens: the answer does not end by itself before it has this many tokens.
     logit_bias: tokens and what is added to their logits; -100 forbids a token.
     bad_words: sequences of tokens that the answer does not contain.
+    attention: whether its rows are computed again once it has ended, to see what they attend to.
     """
 
     max_new_tokens: int
@@ -69,6 +70,7 @@ class SamplingParams:
     min_new_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[Spelling, ...] = ()
+    attention: bool = False
 
     @property
     def greedy(self) -> bool:

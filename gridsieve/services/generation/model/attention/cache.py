@@ -73,6 +73,12 @@ class PagedCache(Protocol):
     def batch(self, packed: Packed) -> Batch:
         """For the chunks of a step."""
 
+    def read_keys(self, layer: int, slots: Tensor) -> Tensor:
+        """Keys of one sequence as attention reads them: [kv_heads, N, head_dim], in a dtype of floats.
+
+        slots: int64 [N], on the device.
+        """
+
     def ahead(self, contexts: Sequence[Context], count: int) -> Batch | None:
         """For `count` forwards after one another of a cache of one layer, of the next row of each sequence each.
 

@@ -43,7 +43,7 @@ from gridsieve.services.compute.device import name_of
 from gridsieve.services.compute.kernels import check_result
 from gridsieve.services.compute.transfers import pinned_for, to_device
 from gridsieve.services.generation.model.attention.block_plan import BlockPlan, last_slots, plan_blocks
-from gridsieve.services.generation.model.attention.cache import CacheSizes, write
+from gridsieve.services.generation.model.attention.cache import FP8, CacheSizes, write
 from gridsieve.services.generation.request.batch import Context, Packed
 
 # As FlashInfer recommends; more where its plans of split contexts need more.
@@ -107,6 +107,11 @@ class FlashInferCache:
         self._kernels = kernels
         self._turns = cycle([kernels.prefill() for _ in range(TURNS)])
         self._decoders: dict[tuple[int, int], Kernel] = {}  # by rows, and the most of a sequence
+
+    def read_keys(self, layer: int, slots: Tensor) -> Tensor:
+        keys = self.keys[layer].flatten(0, 1)
+        stored = keys.view(torch.uint8) if keys.dtype == FP8 else keys  # bytes are indexed on all devices
+        return stored[slots].view(keys.dtype).transpose(0, 1)
 
     def ahead(self, contexts: Sequence[Context], count: int) -> None:
         """None: it reads blocks in place."""

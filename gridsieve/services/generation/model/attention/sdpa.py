@@ -89,6 +89,9 @@ class SdpaCache:
         new_slots, decodes = to_device(packed.slots, self.keys[0].device), packed.contexts[: packed.num_decodes]
         return SdpaBatch(self, new_slots, tuple(_decodes(self, decodes)), tuple(together), tuple(views))
 
+    def read_keys(self, layer: int, slots: Tensor) -> Tensor:
+        return read_slots(self.keys[layer], slots[None], self.dtype)[0]
+
     def ahead(self, contexts: Sequence[Context], count: int) -> Ahead | None:
         """None if what it would gather is too large."""
         lengths = [each.start for each in contexts]
