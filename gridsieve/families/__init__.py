@@ -36,8 +36,9 @@ class ModelFamily:
     model_type: of config.json. models: published ones.
     folder: import name of the package with its code. prompt, tower, text: `module:object` in it: a function of a
         checkpoint to preprocessing's `Family`, a function of a checkpoint and `RunOptions` to the encoder's `Tower`,
-        and generation's `TextFamily`. sound: as tower, to the encoder's `SoundTower`; empty: it hears nothing. They
-        raise StartupError for a checkpoint that is not supported or incomplete.
+        and generation's `TextFamily`. sound: as tower, to the encoder's `SoundTower`, or to None for a checkpoint
+        without one; empty: the model type hears nothing. They raise StartupError for a checkpoint that is not supported
+        or incomplete.
     positions: of its language model, in words. limits: what it cannot do that others can, in words.
     media: what a prompt may hold.
     methods: the names in `METHODS` that its videos can be pruned by. why_not_all: for errors, why it lacks the others.
@@ -218,7 +219,9 @@ FAMILIES = (
         models="Nemotron 3 Nano Omni",
         prompt="prompt:NemotronHOmni.from_checkpoint",
         positions=f"{_UNREAD}; each two frames after their times",
-        limits=f"no audio; {_NO_FLOAT16}; {_FEW_QUANTISED}",
+        sound="sound:load_sound_tower",
+        media=tuple(Modality),
+        limits=f"{_NO_FLOAT16}; {_FEW_QUANTISED}; sounds of at most 400 s",
     ),
     _NEMOTRON(
         model_type="NemotronH_Nano_VL_V2",

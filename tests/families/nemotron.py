@@ -22,6 +22,7 @@ import transformers
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
@@ -85,7 +86,20 @@ VISION: Mapping[str, Any] = {
     "num_registers": 7,
     "video_temporal_patch_size": TUBELET,
 }
-# Both processors read this file.
+# Of which sounds have at most 12 s.
+AUDIO: Mapping[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "subsampling_conv_channels": 8,
+    "num_mel_bins": 16,
+    "max_position_embeddings": 150,
+    "convolution_bias": False,
+    "projection_hidden_size": 40,
+    "projection_bias": False,
+}
+# All processors read this file.
 SETTINGS: Mapping[str, Any] = {
     "image_processor_type": "NemotronH_Omni_Reasoning_V3ImageProcessor",
     "video_processor_type": "NemotronH_Omni_Reasoning_V3VideoProcessor",
@@ -115,12 +129,15 @@ def write(
     for kind in ("image", "video"):
         marked = f"<|vision_start|><|{kind}_pad|><|vision_end|>"
         tokenizer.chat_template = tokenizer.chat_template.replace(marked, f"<{kind}>")
+    others = "{%- elif 'text' in part -%}"
+    sounds = "{%- elif part['type'] == 'audio' -%}\n<so_embedding>\n"
+    tokenizer.chat_template = tokenizer.chat_template.replace(others, sounds + others)
     ids = tokenizer.get_vocab()
     ends = [ids["<|im_end|>"], ids["<|endoftext|>"]]
     fields: dict[str, Any] = {
         "text_config": {**TEXT, "vocab_size": len(tokenizer), "eos_token_id": ends[0], **(text or {})},
         "vision_config": dict(VISION),
-        "audio_config": None,
+        "audio_config": dict(AUDIO),
         "vision_hidden_size": VISION["hidden_size"],
         "projector_hidden_size": 80,
         "video_temporal_patch_size": TUBELET,
@@ -159,6 +176,9 @@ def _as_trained(model: Any) -> None:
     for each in model.modules():
         if hasattr(each, "e_score_correction_bias"):
             each.e_score_correction_bias.copy_(torch.linspace(-0.1, 0.1, len(each.e_score_correction_bias)))
+        if isinstance(each, torch.nn.BatchNorm1d):
+            each.running_mean.copy_(torch.linspace(-0.5, 0.5, each.num_features))
+            each.running_var.copy_(torch.linspace(0.2, 2.0, each.num_features))
 
 
 @dataclass(frozen=True)
@@ -228,6 +248,13 @@ def model_inputs(
     if tubelets:
         inputs["pixel_values_videos"] = torch.stack(tubelets)
     return inputs
+
+
+def heard(sounds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Features (n, frames, mels) as the feature extractor pads them, and their mask, of sounds (mels, frames)."""
+    features = pad_sequence([each.T for each in sounds], batch_first=True)
+    lengths = torch.tensor([each.shape[1] - 1 for each in sounds])
+    return features, torch.arange(features.shape[1]) < lengths[:, None]
 
 
 def video_processor(**settings: Any) -> Any:

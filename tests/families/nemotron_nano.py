@@ -42,7 +42,7 @@ def write(
     folder: Path, seed: int, text: Mapping[str, Any] | None = None, config: Mapping[str, Any] | None = None
 ) -> None:
     """Writes a checkpoint with random float32 weights. text, config: what differs of its text config and its config."""
-    nemotron.write(folder, seed, text={"layers_block_type": _LAYERS, **(text or {})})
+    nemotron.write(folder, seed, {"layers_block_type": _LAYERS, **(text or {})}, {"audio_config": None})
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer.get_vocab()
     tokenizer.add_tokens(["<video>"], special_tokens=True)  # which the model's embeddings lack

@@ -1,12 +1,15 @@
-"""Nemotron 3 Nano Omni: an image at a resolution of its own; a video as tubelets of two frames, after their times.
+"""Nemotron 3 Nano Omni: an image at a resolution of its own; a video as tubelets of two frames, after their times; a
+sound as one row of tokens.
 
     an image    <img>, a token for each 2 × 2 patches, </img>
     a video     Frame 1 sampled at 0.00 seconds and frame 2 sampled at 0.50 seconds: <img>, tokens, </img>, newline,
                 Frame 3 sampled at 1.00 seconds: …                          the last tubelet may have one frame
+    a sound     <so_start>, a token for each 8 frames of its features, <so_end>
 
 The time of a frame is its number times the whole milliseconds that a frame of the video lasts; where the rate varies,
 it is when the frame is shown. The chat template writes <video>, which the vocabulary lacks; tokens of videos are those
 of images. Frames are not rounded after resizing. Positions are one-dimensional, and the model's attention reads none.
+The processor has no video with its sound: here this is the video, and the sound after it, as of a prompt that has both.
 The processor does not sample frames unless it is asked: here a video has two a second, at most 128, as NVIDIA serves
 its vision models, each the first of its share, as the processor's own sampling has them.
 Source: `NemotronH_Omni_Reasoning_V3Processor` and its image and video processors of transformers 5.24.
@@ -26,7 +29,8 @@ from gridsieve.services.preprocessing.layouts.family import Family
 from gridsieve.services.preprocessing.layouts.processors import check_processors
 from gridsieve.services.preprocessing.prompt.control_tokens import named_tokens
 from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
-from gridsieve.services.preprocessing.prompt.positions import LinearSpan
+from gridsieve.services.preprocessing.prompt.positions import LinearSpan, PartSpan
+from gridsieve.services.preprocessing.sound.features import ParakeetMel
 from gridsieve.services.preprocessing.video.resize import check_aspect, shrink_to
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from gridsieve.services.preprocessing.video.timing import TimeBase
@@ -35,6 +39,8 @@ _FPS, _MAX_FRAMES = 2.0, 128
 # Of transformers' classes.
 _PATCH_PX, _DOWNSAMPLE_RATIO = 16, 0.5
 _MIN_PATCHES, _MAX_PATCHES, _MAX_MODEL_LEN = 1024, 13312, 16384
+_SUBSAMPLING, _MAX_SOUND_TOKENS = 8, 5000
+_SOUND_START, _SOUND_END = "<so_start>", "<so_end>"
 # Of the context, what the processor leaves to text.
 _TEXT_TOKENS = 4
 
@@ -45,6 +51,7 @@ class NemotronHOmni(Family):
 
     image_patches: the fewest and the most of an image; no most: 0. model_tokens: the context that images share.
     video_patches: of a frame of a video. keeps_shape: whether that has the video's shape, or is a square.
+    subsampling: frames of features that become a token of a sound.
     """
 
     patch_px: int
@@ -54,6 +61,7 @@ class NemotronHOmni(Family):
     model_tokens: int
     video_patches: int
     keeps_shape: bool
+    subsampling: int
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> NemotronHOmni:
@@ -63,8 +71,17 @@ class NemotronHOmni(Family):
         check_processors(checkpoint, patch_size=patch_px, downsample_ratio=ratio, num_frames=None)
         names = named_tokens(checkpoint)
         token = names.get("image_token", "<image>")
+        placeholders = {Modality.IMAGE: token, Modality.VIDEO: names.get("video_token", "<video>")}
+        tower = checkpoint.config.part("audio_config") or checkpoint.config.part("sound_config")
+        subsampling, log_mel = tower.whole("subsampling_factor", _SUBSAMPLING), None
+        if tower:
+            placeholders[Modality.AUDIO] = names.get("audio_token", "<so_embedding>")
+            most_tokens = tower.whole("max_position_embeddings", _MAX_SOUND_TOKENS)
+            log_mel = ParakeetMel.from_checkpoint(checkpoint, most_tokens * subsampling)
         return cls(
-            placeholders={Modality.IMAGE: token, Modality.VIDEO: names.get("video_token", "<video>")},
+            placeholders=placeholders,
+            log_mel=log_mel,
+            subsampling=subsampling,
             pad=token,
             token_px=round(1 / ratio) * patch_px,
             frame_bounds=FrameBounds(
@@ -127,6 +144,18 @@ class NemotronHOmni(Family):
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
         """For each tubelet the times of its frames and its tokens; of an image its tokens."""
         return timed_slices(grid, base, self.frame_bounds.temporal_patch, self.start, self.end)
+
+    def sound_tokens(self, frames: int) -> int:
+        """Each convolution of the tower halves them."""
+        return -(-frames // self.subsampling)
+
+    def sound(self, tokens: int) -> Expansion:
+        return (_SOUND_START, LinearSpan(tokens), _SOUND_END)
+
+    def clip(self, grid: Grid, base: TimeBase, tokens: int) -> Expansion:
+        """The video, then its sound, whose positions follow."""
+        sound = PartSpan(LinearSpan(tokens), 0, tokens, begins=True)
+        return (*self.expansion(grid, base), _SOUND_START, sound, _SOUND_END)
 
     def _picture_patches(self, height_px: int, width_px: int, least: int, most: int) -> tuple[int, int]:
         """Rows and columns of patches that cover a picture, scaled into the limits and rounded to whole tokens."""

@@ -42,7 +42,8 @@ def load_tower(
         )
     options = RunOptions(dtype, device, attention, share)
     load: Callable[[Checkpoint, RunOptions], Tower] = family.load("tower")
-    load_sound: Callable[[Checkpoint, RunOptions], SoundTower] | None = family.load("sound") if family.sound else None
+    load_sound: Callable[[Checkpoint, RunOptions], SoundTower | None] | None
+    load_sound = family.load("sound") if family.sound else None
     return replace(
         load(checkpoint, options),
         pruning_methods=family.methods,

@@ -15,7 +15,7 @@ from gridsieve.families import family_of
 from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout, SharedToken
 from gridsieve.services.preprocessing.prompt.positions import LinearSpan
 from gridsieve.services.preprocessing.prompt.tokens import PromptTexts
-from gridsieve.services.preprocessing.sound.features import LogMel
+from gridsieve.services.preprocessing.sound.features import MelFeatures
 from gridsieve.services.preprocessing.video.resize import View
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from gridsieve.services.preprocessing.video.timing import TimeBase
@@ -48,7 +48,7 @@ class Family(PromptTexts, ABC):
     takes_max_slices: bool = False
     fixed_tokens: bool = False
     canvas_markers: tuple[int, ...] = ()
-    log_mel: LogMel | None = None
+    log_mel: MelFeatures | None = None
 
     @abstractmethod
     def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:

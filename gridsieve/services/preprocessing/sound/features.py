@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Self, TypeAlias
 
 import numpy as np
 
@@ -102,10 +102,10 @@ class LogMel:
 
 @dataclass(frozen=True, slots=True)
 class ParakeetMel:
-    """Parakeet's features, which NVIDIA's models of sound take, of any length.
+    """Parakeet's features, which NVIDIA's models of sound take.
 
-    rate, mels, hop: as of `LogMel`. transform: samples of a Fourier transform, of which `window` are heard.
-    preemphasis: how much of the sample before each one is subtracted from it.
+    rate, mels, hop, max_samples: as of `LogMel`. transform: samples of a Fourier transform, of which `window` are
+    heard. preemphasis: how much of the sample before each one is subtracted from it.
     """
 
     rate: int
@@ -114,10 +114,14 @@ class ParakeetMel:
     window: int
     hop: int
     preemphasis: float
+    max_samples: int | None = None
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
-        """As `LogMel.from_checkpoint`. The number of filters may stand in config.json alone, as that of the tower."""
+    def from_checkpoint(cls, checkpoint: Checkpoint, max_frames: int | None = None) -> Self:
+        """As `LogMel.from_checkpoint`. The number of filters may stand in config.json alone, as that of the tower.
+
+        max_frames: of the longest sound that the model takes; None: any.
+        """
         settings, config = _settings(checkpoint), checkpoint.config
         tower = config.part("audio_config") or config.part("sound_config")
         transform = settings.whole("n_fft", 512, least=2)
@@ -127,7 +131,8 @@ class ParakeetMel:
         preemphasis = settings.number("preemphasis", 0.97, lambda value: 0 <= value <= 1, "from 0 to 1")
         mels = settings.whole("feature_size", tower.whole("num_mel_bins", _MELS))
         rate, hop = settings.whole("sampling_rate", _RATE), settings.whole("hop_length", _HOP)
-        return cls(rate, mels, transform, window, hop, preemphasis)
+        longest = None if max_frames is None else (max_frames - 1) * hop
+        return cls(rate, mels, transform, window, hop, preemphasis, longest)
 
     def frames_of(self, samples: int) -> int:
         """How many frames a sound of so many samples has: its whole hops, and one of zeros, which the mask leaves out.
@@ -154,6 +159,9 @@ class ParakeetMel:
             row -= mean
             row /= deviation + _PARAKEETS_LEAST_DEVIATION
         return made
+
+
+MelFeatures: TypeAlias = LogMel | ParakeetMel
 
 
 def _settings(checkpoint: Checkpoint) -> Fields:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from time import monotonic_ns
 
-from gridsieve.services.preprocessing.sound.features import LogMel
+from gridsieve.services.preprocessing.sound.features import MelFeatures
 from gridsieve.services.preprocessing.sound.track import SoundIndex, decode_sound
 from gridsieve.services.preprocessing.sources.source import Source
 from gridsieve.services.preprocessing.video.slices import Slice
@@ -26,7 +26,7 @@ class PlannedSound:
     index: SoundIndex
     start_s: Fraction
     samples: int
-    log_mel: LogMel
+    log_mel: MelFeatures
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

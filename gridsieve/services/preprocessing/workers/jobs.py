@@ -257,6 +257,7 @@ class SoundFeatures:
         facts = {
             "begin_s": [sound.start_s.numerator, sound.start_s.denominator],
             "samples": sound.samples,
+            "features": type(sound.log_mel).__name__,
             "log_mel": asdict(sound.log_mel),
         }
         return Order("sound_features", sound_index_facts(sound.index) | facts)

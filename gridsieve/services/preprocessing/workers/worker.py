@@ -30,7 +30,7 @@ from gridsieve.common.contract.errors import GridsieveError, MediaRejected, Star
 from gridsieve.common.contract.plan import MAX_FRAME_SIDE_PX, SizePx
 from gridsieve.common.process import give_back_freed_memory
 from gridsieve.common.sealed_memory import sealed
-from gridsieve.services.preprocessing.sound.features import LogMel
+from gridsieve.services.preprocessing.sound.features import LogMel, ParakeetMel
 from gridsieve.services.preprocessing.sound.planned import PlannedSound
 from gridsieve.services.preprocessing.sound.track import read_sound
 from gridsieve.services.preprocessing.sources.source import Source, check_file_size
@@ -65,6 +65,7 @@ from gridsieve.services.preprocessing.workers.protocol import (
 _MAX_SLICE_FRAMES, _MAX_THREADS = 2**16, 64
 _RETRY_S = 0.01
 _IDLE_S = 2.0
+_FEATURES: Mapping[str, Any] = {each.__name__: each for each in (LogMel, ParakeetMel)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +136,8 @@ def sound_features(task: Task) -> Generator[Piece, None, None]:
     index = sound_index_of(task.facts)
     assert index is not None
     begin_s, samples = signed_fraction(task.facts, "begin_s"), task.facts.integer("samples", 1, MAX_INT)
-    sound = PlannedSound(task.source, index, begin_s, samples, LogMel(**task.facts.values["log_mel"]))
+    log_mel = _FEATURES[task.facts.text("features")](**task.facts.values["log_mel"])
+    sound = PlannedSound(task.source, index, begin_s, samples, log_mel)
     yield from _pieces(sound.slices(task.progress))
 
 
