@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -28,6 +29,7 @@ from transformers import (
     GenerationConfig,
     NemotronH_Omni_Reasoning_V3,
     NemotronH_Omni_Reasoning_V3_Config,
+    ParakeetFeatureExtractor,
 )
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_transforms import group_images_by_shape, reorder_images
@@ -161,8 +163,8 @@ def write(
 
 @torch.no_grad()
 def _as_trained(model: Any) -> None:
-    """Gives the heads of Mamba layers decays from one token to hundreds. The layers of the tower have no scales, as in
-    published files.
+    """Gives the heads of Mamba layers decays from one token to hundreds, and sounds weights by which they differ. The
+    layers of the tower have no scales, as in published files.
     """
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
@@ -173,6 +175,8 @@ def _as_trained(model: Any) -> None:
             parameter += 1.0
         if name.endswith("lambda1"):
             parameter.fill_(1.0)
+        if ".subsampling." in name and name.endswith("weight"):
+            parameter *= 5.0
     for each in model.modules():
         if hasattr(each, "e_score_correction_bias"):
             each.e_score_correction_bias.copy_(torch.linspace(-0.1, 0.1, len(each.e_score_correction_bias)))
@@ -191,19 +195,26 @@ class Video:
 
 
 def processed(
-    folder: Path, text: str, images: Sequence[NDArray[Any]] = (), videos: Sequence[Video] = ()
+    folder: Path,
+    text: str,
+    images: Sequence[NDArray[Any]] = (),
+    videos: Sequence[Video] = (),
+    sounds: Sequence[NDArray[np.float32]] = (),
 ) -> dict[str, Any]:
-    """What transformers' processor makes of a text with <image> and <video>: input_ids, and the model's other inputs.
+    """What transformers' processor makes of a text with <image>, <video> and <so_embedding>: input_ids, and the model's
+    other inputs.
 
-    images: uint8 (H, W, 3). All videos have one shape.
+    images: uint8 (H, W, 3). All videos have one shape. sounds: samples at 16 kHz.
     """
     made: Any = object.__new__(NemotronH_Omni_Reasoning_V3Processor)
     made.tokenizer, made.video_temporal_patch_dim = AutoTokenizer.from_pretrained(folder), TUBELET
     made.image_processor, made.video_processor = image_processor(), video_processor()
     made.image_token, made.image_start_token, made.image_end_token = TOKENS[:3]
-    made.video_token, made.audio_token = "<video>", TOKENS[3]
+    made.video_token, made.audio_token, made.audio_start_token, made.audio_end_token = "<video>", *TOKENS[3:]
+    made.feature_extractor = ParakeetFeatureExtractor(feature_size=AUDIO["num_mel_bins"])
+    made.audio_sampling_rate, made.audio_hop_length, made.audio_subsampling_factor = 16_000, 160, 8
     inputs: dict[str, Any] = {}
-    replaced: dict[str, list[str]] = {"images": [], "videos": []}
+    replaced: dict[str, list[str]] = {"images": [], "videos": [], "audio": []}
     if images:
         inputs = dict(made.image_processor(images))
         replaced["images"] = [made.replace_image_token(inputs, index) for index in range(len(images))]
@@ -216,9 +227,12 @@ def processed(
         labelled = {**found, "video_metadata": metadata}
         replaced["videos"] = [made.replace_video_token(labelled, index) for index in range(len(videos))]
         inputs["pixel_values_videos"] = found["pixel_values_videos"]
-    (expanded,), _ = made.get_text_with_replacements(
-        [text], images_replacements=replaced["images"], videos_replacements=replaced["videos"]
-    )
+    if sounds:
+        features, mask, tokens = made._process_audio(list(sounds), {})
+        inputs |= {"input_features": features, "input_features_mask": mask}
+        replaced["audio"] = [made.replace_audio_token({"num_tokens": tokens}, index) for index in range(len(sounds))]
+    named = {f"{kind}_replacements": texts for kind, texts in replaced.items()}
+    (expanded,), _ = made.get_text_with_replacements([text], **named)
     return {**inputs, "input_ids": made.tokenizer(expanded, add_special_tokens=False, return_tensors="pt")["input_ids"]}
 
 
@@ -230,8 +244,11 @@ def model_inputs(
     slice_frames: frames of a video's slice, which are repeated to a tubelet. Tiles of an image are images.
     """
     mean, std = (torch.tensor(SETTINGS[f"norm_{name}"]).view(3, 1, 1) for name in ("mean", "std"))
-    patches, sides, tubelets = [], [], []
+    patches, sides, tubelets, sounds = [], [], [], []
     for index, item in enumerate(plan.media):
+        if item.modality is Modality.AUDIO:
+            sounds.append(torch.frombuffer(bytearray(frames[index]), dtype=torch.float32).view(item.frames.size_px))
+            continue
         shape = (item.frames.count, *item.frames.size_px, 3)
         shown = torch.frombuffer(bytearray(frames[index]), dtype=torch.float32).view(shape).movedim(-1, 1)
         pixels = (shown / 255 - mean) / std
@@ -247,6 +264,8 @@ def model_inputs(
         inputs |= {"pixel_values": torch.cat(patches), "image_grid_hw": torch.tensor(sides)}
     if tubelets:
         inputs["pixel_values_videos"] = torch.stack(tubelets)
+    if sounds:
+        inputs["input_features"], inputs["input_features_mask"] = heard(sounds)
     return inputs
 
 

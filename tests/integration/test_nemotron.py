@@ -6,6 +6,7 @@ Its own forward prunes by EVS, too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from gridsieve.client.answer import Answer
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.encoding import encode
 from gridsieve.client.messages import generate_request
-from gridsieve.client.prompt import Image, Part, Pruning, Text, Video, user_turn
+from gridsieve.client.prompt import Audio, Image, Part, Pruning, Text, Video, user_turn
+from gridsieve.common.contract.errors import InvalidRequest
 from tests import media
 from tests.families import load_reference, nemotron, nemotron_nano
 from tests.integration.fleet import Stack, running
@@ -103,6 +105,89 @@ async def check_pruned(
     assert answer.usage.prompt_tokens == tokens
     assert logprobs.argmax(dim=-1).tolist() == list(answer.token_ids)
     assert answer.logprobs == pytest.approx(logprobs.max(dim=-1).values.tolist(), abs=1e-4)
+
+
+# Of 1.2 s the last token has the masked frame alone, of which transformers makes another embedding beside other sounds.
+SPOKEN, SUNG = (media.with_sound(CLIP, media.chirp(1.2)), media.with_sound(ODD, media.chirp(2.55, seed=1)))
+BELL, PICTURE = Audio(data=media.sound(media.chirp(1.25, seed=2))), Image(data=media.picture(112, 84))
+HEARD: dict[str, tuple[Part, ...]] = {
+    "a sound": (Audio(data=SPOKEN),),
+    "sounds and an image": (BELL, PICTURE, Text("and"), Audio(data=SUNG, start_s=0.5)),
+    "a clip with its sound": (Video(data=SPOKEN, fps=8, audio=True),),
+    "a clip with its sound, and a sound": (Video(data=SUNG, fps=8, audio=True), Text("and"), BELL),
+}
+MIXED = (PICTURE, Video(data=SUNG, fps=4, audio=True), BELL, Text("and"), Video(data=SPOKEN, fps=8, audio=True))
+
+
+@pytest.mark.deep  # tests of the encoder and of preprocessing cover what sounds are
+async def test_answers_about_sounds_and_clips_with_their_sound_are_those_of_transformers(
+    stack: Stack, reference: Any
+) -> None:
+    reference.video_pruning_rate = 0.0
+    said = []
+    async with GridsieveClient(stack.addresses["generation"]) as client:
+        for mix in HEARD.values():
+            answer = await client.ask(list(mix), QUESTION, pruning_rate=0, **GREEDY)
+            check_answer(answer, reference, await inputs_of(stack, mix))
+            said.append(answer.logprobs)
+        (silent, other) = [
+            await client.ask(Video(data=each, fps=8, audio=heard), QUESTION, pruning_rate=0, **GREEDY)
+            for each, heard in ((SPOKEN, False), (media.with_sound(CLIP, media.chirp(1.2, seed=5)), True))
+        ]
+        assert min(abs(each.logprobs[0] - said[2][0]) for each in (silent, other)) > 0.001
+        for pruning in (
+            Pruning(TRAINED_RATE),
+            Pruning(0.5, "pixel_change"),
+            Pruning(0.0, "pixel_change", threshold=0.1),
+        ):
+            mix = tuple(replace(each, pruning=pruning) if isinstance(each, Video) else each for each in MIXED)
+            for again in (False, True):
+                answer = await client.ask(list(mix), QUESTION, **GREEDY)
+                await check_law(stack, reference, mix, answer)
+                assert not again or answer.usage.cached_prompt_tokens > 0
+        with pytest.raises(InvalidRequest, match=r"video\.audio is not possible: the file has no sound track"):
+            await client.ask(Video(data=CLIP, audio=True), QUESTION)
+
+
+async def check_law(stack: Stack, reference: Any, parts: Sequence[Part], answer: Answer) -> None:
+    """Compares an answer with one forward over what is kept, whose embeddings transformers makes item by item. Of a
+    video whose tokens were chosen before the tower, the encoder's are taken."""
+    prompt = generate_request([user_turn(list(parts), QUESTION)], {}).prompt
+    plan, frames = await plan_and_frames(stack.addresses["preprocessing"], prompt)
+    ids, said = torch.from_numpy(plan.input_ids).long(), torch.tensor(answer.token_ids)
+    embeds = reference.get_input_embeddings()(torch.cat([ids, said[:-1]])).detach()
+    taken, num_kept = torch.ones(len(embeds), dtype=torch.bool), list[int]()
+    for index, each in enumerate(await encode(stack.addresses["encoder"], list(parts))):
+        (item, kept), values = (plan.media[index], torch.tensor(each.kept)), torch.from_numpy(each.values[0].copy())
+        places = torch.cat([torch.arange(run.offset, run.end) for run in item.runs])
+        own = replace(plan, media=(item,))
+        embeds[places] = features_of(reference, nemotron.model_inputs(own, {0: frames[index]}))
+        if each.pruning.method == "pixel_change":
+            embeds[places[kept]] = values
+        torch.testing.assert_close(values, embeds[places[kept]], atol=1e-5, rtol=0)
+        taken[places] = False
+        taken[places[kept]] = True
+        num_kept.append(len(kept))
+    assert [each.num_kept for each in answer.usage.media] == num_kept
+    assert answer.usage.prompt_tokens == int(taken.sum()) - len(said) + 1 < plan.tokens
+    with torch.no_grad():
+        logits = reference.language_model(inputs_embeds=embeds[taken][None]).logits[0, -len(said) :]
+    logprobs = logits.log_softmax(dim=-1)
+    assert logprobs.argmax(dim=-1).tolist() == said.tolist()
+    assert answer.logprobs == pytest.approx(logprobs.max(dim=-1).values.tolist(), abs=1e-4)
+
+
+@torch.no_grad()
+def features_of(reference: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """transformers' embeddings of one item, (tokens, D)."""
+    if "pixel_values" in inputs:
+        (found,) = reference.get_image_features(inputs["pixel_values"], inputs["image_grid_hw"]).pooler_output
+    elif "pixel_values_videos" in inputs:
+        (found,) = reference.get_video_features(inputs["pixel_values_videos"]).pooler_output
+    else:
+        found = reference.get_audio_features(inputs["input_features"], inputs["input_features_mask"]).pooler_output
+    features: Tensor = found
+    return features
 
 
 @pytest.mark.deep  # tests of the encoder and of preprocessing cover what differs from the omni

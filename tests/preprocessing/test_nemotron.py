@@ -19,13 +19,16 @@ from torch import Tensor
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.plan import Grid, Modality
 from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.common.contract.tensors import DType
 from gridsieve.common.handover import Receiver
+from gridsieve.services.preprocessing.conversation import MediaRequest
 from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.planner import PlannedPrompt, Planner
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from tests import media
 from tests.families import nemotron
 from tests.families.nemotron import MERGE, PATCH_PX, TUBELET, Video, picture_grid_of, processed
 from tests.media import picture
@@ -110,7 +113,7 @@ def asking(*media: str) -> str:
 
 
 def pixels_of(made: PlannedPrompt, item: int = 0) -> NDArray[np.float32]:
-    """All frames of an item, float32 [F, H, W, 3]."""
+    """All frames of an item, float32 [F, H, W, 3], or the features of a sound."""
     slices = [each.pixels for each in made.media[item].slices()]
     assert {each.dtype for each in slices} == {np.dtype(np.float32)}
     return np.concatenate(slices)
@@ -155,6 +158,46 @@ def test_images_become_the_tokens_and_pixels_of_transformers(folder: Path, size:
     made = planned(folder, image(data), image(picture(90, 70)), "What?")
     inputs = processed(folder, asking("<image>", "<image>"), images=[rgb(data), rgb(picture(90, 70))])
     check_equal(made, inputs)
+
+
+def sound(data: bytes, **wish: Any) -> MediaRequest:
+    return MediaRequest("audio", Modality.AUDIO, data, FrameSampling(**wish))
+
+
+@pytest.mark.parametrize("samples", [1000, 19_200, 20_001, 100])  # 19,200: the last token has the masked frame alone
+def test_sounds_become_the_tokens_and_features_of_transformers(folder: Path, samples: int) -> None:
+    heard, photo = media.chirp(samples / 16_000), picture(64, 64)
+    made = planned(folder, sound(media.sound(heard)), "and", image(photo), "What?")
+    if samples < 320:  # of which transformers makes no numbers
+        heard = np.pad(heard, (0, 320 - samples))
+    inputs = processed(folder, asking("<so_embedding>", "and", "<image>"), images=[rgb(photo)], sounds=[heard])
+    check_equal(made, inputs)
+    assert made.plan.media[0].heard_s == samples / 16_000
+
+
+def test_a_clip_with_its_sound_is_the_clip_and_then_the_sound(folder: Path) -> None:
+    """Both from the first frame that is used."""
+    data, chirp, bell = clip(32, 8, size=(64, 64)), media.chirp(3.5), media.chirp(0.7, seed=1)
+    spoken = replace(movie(media.with_sound(data, chirp), frame_indices=(4, 8, 12)), hears=True)
+    made = planned(folder, spoken, sound(media.sound(bell)), "What?")
+    frames = [4, 8, 12]
+    shown = np.stack([decoded_in_order(data)[index] for index in frames])
+    text = asking("<video><so_embedding>", "<so_embedding>")
+    inputs = processed(folder, text, videos=[Video(shown, frames, 8.0)], sounds=[chirp[8000:], bell])
+    check_equal(made, inputs)
+    assert [each.modality for each in made.plan.media] == [Modality.VIDEO, Modality.AUDIO, Modality.AUDIO]
+    assert made.plan.positions.tolist() == [list(range(made.plan.tokens))] * 3
+
+
+def test_a_sound_longer_than_the_positions_of_the_tower_is_refused_with_the_limit(folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"audio lasts 12\.500 s, this model hears at most 11\.99 s"):
+        planned(folder, sound(media.sound(media.chirp(12.5))))
+
+
+def test_a_checkpoint_without_a_sound_tower_hears_nothing(folder: Path, tmp_path: Path) -> None:
+    deaf = with_settings(folder, tmp_path, config={"audio_config": None})
+    with pytest.raises(InvalidRequest, match="audio is not supported: this model takes images and videos only"):
+        planned(deaf, sound(media.sound(media.chirp(1.0))))
 
 
 def test_where_the_rate_varies_the_text_has_the_time_when_a_frame_is_shown(folder: Path) -> None:

@@ -36,8 +36,8 @@ class PromptTexts:
     """The texts of a model family's prompts.
 
     placeholders: the control token of a media item in the chat template, by modality; of those that the model takes.
-    pad: the token of each of an item's tokens; None: its placeholder. With it, a placeholder need not be in the
-        vocabulary: the chat template alone writes it.
+    pad: the token of each token of an image and a video; None: its placeholder, as of a sound. With it, their
+        placeholders need not be in the vocabulary: the chat template alone writes them.
     video_text: the placeholder of a video with the control tokens around it that its expansion replaces, too; None: it
         replaces the placeholder alone.
     joins_parts: the text between the parts of a message, for chat templates that take text only; None for templates
@@ -75,13 +75,13 @@ class ChatTokens:
         read = dict.fromkeys((*sources.for_tools, of_videos))
         self._control = control_tokens(checkpoint, [source.text for source in read], markers)
         self._text = PlainText(checkpoint, self._control)
-        wanted = [pad] if pad else placeholders.values()
-        missing = [token for token in wanted if token not in self._control]
+        pads = {token: token if kind is Modality.AUDIO else pad or token for kind, token in placeholders.items()}
+        missing = [token for token in dict.fromkeys(pads.values()) if token not in self._control]
         if missing:
             raise StartupError(f"{self._text.path} has no token {', '.join(missing)}")
         self._joins_parts = texts.joins_parts
         self._media = {token: modality for modality, token in placeholders.items()}
-        self._pad_ids = {token: self._control[pad or token] for token in self._media}
+        self._pad_ids = {token: self._control[own] for token, own in pads.items()}
         names = named_tokens(checkpoint)
         self._begin = names.get("bos_token")
         self._options = texts.template_options
