@@ -181,8 +181,8 @@ def _as_trained(model: Any) -> None:
         if hasattr(each, "e_score_correction_bias"):
             each.e_score_correction_bias.copy_(torch.linspace(-0.1, 0.1, len(each.e_score_correction_bias)))
         if isinstance(each, torch.nn.BatchNorm1d):
-            each.running_mean.copy_(torch.linspace(-0.5, 0.5, each.num_features))
-            each.running_var.copy_(torch.linspace(0.2, 2.0, each.num_features))
+            each.running_mean = torch.linspace(-0.5, 0.5, each.num_features)
+            each.running_var = torch.linspace(0.2, 2.0, each.num_features)
 
 
 @dataclass(frozen=True)

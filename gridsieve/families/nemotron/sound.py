@@ -50,10 +50,10 @@ _PARTS = {
 }
 # Preprocessing makes the features; the other is a count of training.
 _FEATURES, _COUNTED = "audio_tower.feature_extractor.", ".num_batches_tracked"
-# Biases that published files have, though their config says that there are none, as vLLM knows of them.
+# Biases that a file may have although its config says that there are none. vLLM leaves them out, too.
 _CONVOLUTION_BIASES = tuple(f".conv.{name}.bias" for name in ("pointwise_conv1", "depthwise_conv", "pointwise_conv2"))
-# What is computed together: tokens whose convolutions are, of which the first makes 0.26 MB in float32, and queries,
-# whose scores are 16 MB in float32 for each thousand tokens of a sound, with 8 heads.
+# Computed together, as sizes of the published tower in float32: tokens, of each of which the first convolution makes
+# 0.26 MB, and queries, whose scores are 8 MB for each thousand tokens of the sound.
 _TOKENS_AT_ONCE, _QUERIES_AT_ONCE = 256, 256
 
 
@@ -147,7 +147,8 @@ class _Attention(ParakeetEncoderAttention):
 
     def _heads(self, projected: Tensor) -> Tensor:
         """(1, n, heads · width) to (1, heads, n, width)."""
-        return projected.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+        heads: Tensor = projected.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+        return heads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
