@@ -2,8 +2,7 @@
 
 Asks what moves in scenes that no training used, in which one object moves among others, and sorts the weights of the
 answers by what each token shows: the object that moves, another one, or the background. Then answers with and without
-attention take turns, about a clip that all caches have, of the demo model and of the larger one of `make demo`, timed
-from the last token to the end. The tables are Markdown.
+attention take turns, about a clip that all caches have. The table is Markdown.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
 import statistics
-import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,10 +25,9 @@ from demo.clips import EVALUATION_SEEDS
 from demo.drawing import encode
 from demo.example import CLIP
 from demo.scenes import Scene, Thing, random_scene
-from gridsieve.bench.model import FLAGS, write_model
 from gridsieve.cli.launcher import LocalStack
 from gridsieve.cli.signals import unwind_on_signals
-from gridsieve.client.answer import Answer, Delta
+from gridsieve.client.answer import Answer
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.prompt import Options, Video
 from gridsieve.common.contract.plan import Grid
@@ -106,19 +103,24 @@ async def looked(address: str, count: int) -> dict[float, list[Seen]]:
     return found
 
 
-async def cost(address: str, rounds: int) -> dict[bool, list[float]]:
-    """Seconds from the last token of an answer of TOKENS tokens to its end, without and with attention, by round."""
-    taken = defaultdict[bool, list[float]](list)
-    async with GridsieveClient(address) as client:
+async def cost(stack: LocalStack, rounds: int) -> dict[bool, float]:
+    """Seconds of processors that generation takes for an answer of TOKENS tokens, without and with attention: means."""
+    taken, process = {False: 0.0, True: 0.0}, stack.processes["generation"].pid
+    async with GridsieveClient(stack.address) as client:
         for number in range(rounds + 2):  # the first two warm up
             for attention in (False, True) if number % 2 else (True, False):
+                began_s = _processor_s(process)
                 options = Options(max_new_tokens=TOKENS, ignore_eos=True, temperature=0, attention=attention)
-                async for event in client.stream(Video(CLIP), QUESTION, **options):
-                    if isinstance(event, Delta):
-                        last_s = time.perf_counter()
+                await client.ask(Video(CLIP), QUESTION, **options)
                 if number > 1:
-                    taken[attention].append(time.perf_counter() - last_s)
+                    taken[attention] += (_processor_s(process) - began_s) / rounds
     return taken
+
+
+def _processor_s(process: int) -> float:
+    """Of all threads of a process until now, which other processes of the machine hardly change."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def table(found: Sequence[Seen]) -> Iterator[str]:
@@ -147,22 +149,9 @@ def main() -> None:
         for rate, several in asyncio.run(looked(stack.address, args.scenes)).items():
             for row in table(several):
                 print(f"| {rate:g} | {row} |", flush=True)
-        print(
-            f"\n| model | from the last of {TOKENS} tokens to the end, without: median, least | with |\n|---|---|---|"
-        )
-        _print_cost("demo", stack.address, args.rounds)
-    with tempfile.TemporaryDirectory() as name:
-        write_model(Path(name))
-        with LocalStack(Path(name), flags=FLAGS) as stack:
-            _print_cost("73 M parameters", stack.address, args.rounds)
-
-
-def _print_cost(model: str, address: str, rounds: int) -> None:
-    taken = asyncio.run(cost(address, rounds))
-    cells = (
-        f"{statistics.median(taken[each]) * 1e3:.1f} ms, {min(taken[each]) * 1e3:.1f} ms" for each in (False, True)
-    )
-    print(f"| {model} | {' | '.join(cells)} |", flush=True)
+        found = asyncio.run(cost(stack, args.rounds))
+    without, with_it = (found[attention] * 1e3 for attention in (False, True))
+    print(f"\nprocessor time of generation, {TOKENS} tokens: {without:.1f} ms without, {with_it:.1f} ms with")
 
 
 if __name__ == "__main__":
