@@ -124,7 +124,7 @@ def test_what_the_output_has_is_not_asked_again_and_a_torn_row_is(
     output.write_text(first + second[: len(second) // 2])
     gateway.asked.clear()
     assert batch(path, "--ordered").exit_code == 0
-    assert gateway.questions == ["b", "c"]
+    assert sorted(gateway.questions) == ["b", "c"]  # both are in flight at once
     assert output.read_text().startswith(first)
     assert ids(tmp_path) == ["0", "1", "2"]
 
