@@ -126,6 +126,8 @@ def test_two_ranks_answer_as_one(shared: Shared, family: str, few_blocks: bool, 
 
 def test_rank_0_drafts_what_one_process_drafts(shared: Shared, family: str) -> None:
     """MTP reads the whole output layer, of which each rank has half."""
+    if family == "nemotron_h_omni":
+        pytest.skip("heads read positions, and this model has none")
     mtp = family.startswith("qwen3_5")
     folder, sizes = shared.whole.folder, shared.whole.engine
     folder = write_mtp(folder) if mtp else write_head(folder / "head", SPECFORGE, sizes.hidden_size, sizes.vocab_size)
