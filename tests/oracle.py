@@ -260,14 +260,15 @@ def expected_states(
 def expected_attention(
     text_model: nn.Module, expected: Expected, items: Sequence[Item], answer: Sequence[int], linear: bool = False
 ) -> Tensor:
-    """The attention weights of the rows that the tokens of an answer are drawn from, on the media rows of the prompt.
+    """The attention weights of the rows that the tokens of an answer are drawn from, on the media rows of the prompt,
+    item by item.
 
     Those of transformers' plain attention, with which the model must have been loaded: the mean over all heads of all
     layers that attend. Returns float32 [len(answer), M].
     """
     forward = _teacher_forced(text_model, expected, items, answer, linear, output_attentions=True)
     layers = [each[0] for each in forward.attentions if each is not None]
-    media = [row for row, source in enumerate(expected.rows) if source is not None]
+    media = [row for _, row in sorted((source, row) for row, source in enumerate(expected.rows) if source is not None)]
     return torch.stack(layers).mean(dim=(0, 1))[len(expected.ids) - 1 :, media]
 
 

@@ -30,7 +30,7 @@ from tests.generation.paged_kernels import use_paged
 from tests.generation.recorder import Recorder
 from tests.generation.test_law import LAW, begins_like
 from tests.law import Question, answer, assert_law, question
-from tests.oracle import Text, expected_attention, expected_sequence
+from tests.oracle import Clip, Text, expected_attention, expected_sequence
 from tests.tiny import BLOCK_TOKENS, PAD_ID, Asked, Models, RecordingRunner, TinyEngine, load_models, random_item
 
 TOLERANCE = 1e-4
@@ -98,6 +98,16 @@ def test_weights_are_those_of_plain_attention_over_the_gathered_sequence(models:
     assert_attention(models, asked, each)
     assert expected_of(models, asked, each.answer).sum(dim=1).max() > 0.1, "a test of weights near 0 shows nothing"
     assert engine.engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_omni"], scope="module")
+def test_weights_of_a_clip_whose_pictures_and_sound_take_turns_are_told_item_by_item(models: Models) -> None:
+    video = random_item(models.family, (4, 2, 2), Fraction(3), rate=0.25, method="random")
+    sound = replace(random_item(models.family, (1, 1, 14), None, seed=1), linear=True)
+    asked = Question((Text((30, 31)), Clip(video, sound, 5, 8, 9), Text((32, 33))), 4, attention=True)
+    (each,) = answer(TinyEngine(models.engine, max_num_batched_tokens=5), [asked])
+    assert [span.media_index for span in each.request.prompt.spans][:3] == [0, 1, 0]
+    assert_attention(models, asked, each)
 
 
 @pytest.mark.parametrize("family", [DENSE, RECURRENT], scope="module")

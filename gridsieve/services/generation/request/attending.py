@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -69,8 +70,9 @@ class Attending(Request):
         return self.sampling.max_new_tokens * sum(self.prompt.num_kept) <= MAX_TOKEN_WEIGHTS
 
     def media(self) -> Int64Array:
-        """int64 [M]: the tokens of the prompt that are media, item by item."""
-        places = [np.arange(span.offset, span.end) for span in self.prompt.spans]
+        """int64 [M]: the tokens of the prompt that are media, item by item, also where runs of two items take turns."""
+        spans = sorted(self.prompt.spans, key=attrgetter("media_index"))
+        places = [np.arange(span.offset, span.end) for span in spans]
         return np.concatenate([np.empty(0, np.int64), *places])
 
     def rows_of(self, chunk: Chunk) -> int:
