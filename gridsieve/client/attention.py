@@ -1,4 +1,4 @@
-"""What the tokens of an answer attended to: shares of the attention on each image and video, and on each kept token.
+"""What the tokens of an answer attended to: shares of the attention on each media item, and on each kept token.
 
 It knows nothing of protobuf (see `events`). docs/attention.md says what the weights are means of.
 """
@@ -17,7 +17,7 @@ Float32Array = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaAttention:
-    """The attention of an answer's n tokens on one image or video.
+    """The attention of an answer's n tokens on one image, video or sound.
 
     kept: int32 [K], the tokens of its grid that the model saw.
     weights: float32 [t, h, w], of each token of the grid, mean over the n tokens; 0 where pruned.
@@ -47,7 +47,7 @@ class MediaAttention:
 class Attention:
     """What an answer attended to (`Sampling.attention`).
 
-    media: of each image and video, in the prompt's order. text_share: on all other tokens, 0 to 1.
+    media: of each image, video and sound, in the prompt's order. text_share: on all other tokens, 0 to 1.
     tokens: the text of each of the answer's n tokens, decoded by itself.
     """
 

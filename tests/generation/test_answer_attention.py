@@ -180,6 +180,21 @@ def test_of_long_answers_about_many_tokens_the_sums_are_told(models: Models, mon
 
 
 @dense
+def test_more_than_a_response_holds_is_refused_before_anything_is_computed(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight of each kept token, and of each token of the answer its text and its share of each item."""
+    asked = asking(models, 0.5)
+    most = sum(map(len, asked.kept)) + asked.new_tokens * (1 + len(asked.items))
+    monkeypatch.setattr(attending, "MAX_VALUES", most)
+    (each,) = answer(TinyEngine(models.engine), [asked])
+    assert_attention(models, asked, each)
+    monkeypatch.setattr(attending, "MAX_VALUES", most - 1)
+    with pytest.raises(InvalidRequest, match=rf"^sampling\.attention may have {most} values, .* at most {most - 1}"):
+        answer(TinyEngine(models.engine), [asked])
+
+
+@dense
 def test_an_answer_without_media_attends_to_text_alone(models: Models) -> None:
     asked = Question((Text((30, 31, 32)),), 3, attention=True)
     (each,) = answer(TinyEngine(models.engine), [asked])

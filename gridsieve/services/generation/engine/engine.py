@@ -34,6 +34,7 @@ from gridsieve.services.generation.memory.lease import Lease
 from gridsieve.services.generation.memory.memory import Memory
 from gridsieve.services.generation.memory.state_slots import StateSlots
 from gridsieve.services.generation.model.runner import OutOfStep, Runner
+from gridsieve.services.generation.request.attending import check_size
 from gridsieve.services.generation.request.encoded_media import MediaItem
 from gridsieve.services.generation.request.encoded_media_cache import EncodedMediaCache
 from gridsieve.services.generation.request.request import Request, Status
@@ -125,8 +126,8 @@ class Engine:
         """Queues a request and its siblings. Afterwards `request.wanted_media` lists the items to deliver.
 
         Raises PromptTooLong if it can never fit, InvalidRequest if it has too many siblings to ever be accepted, or
-        asks for attention where the runner cannot tell it, Overloaded if the queue is full, and Unavailable if the
-        engine has ended. The queue has room for requests that borrow an open lease.
+        asks for attention that cannot be told, Overloaded if the queue is full, and Unavailable if the engine has
+        ended. The queue has room for requests that borrow an open lease.
         """
         capacity = self._memory.capacity_tokens(request)
         if request.max_tokens > capacity:
@@ -136,8 +137,10 @@ class Engine:
                 value=request.max_tokens,
                 limit=capacity,
             )
-        if request.sampling.attention and (where := self._runner.unwatched):
-            raise InvalidRequest(field="sampling.attention", limit=f"false {where}", value=True)
+        if request.sampling.attention:
+            if where := self._runner.unwatched:
+                raise InvalidRequest(field="sampling.attention", limit=f"false {where}", value=True)
+            check_size(request)
         with self._lock:
             if self._stopping:
                 raise _ended()

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.services.compute.transfers import ToHost
 from gridsieve.services.generation.request.batch import Chunk, Int64Array
 from gridsieve.services.generation.request.request import Attended, FinishReason, Request
@@ -25,6 +26,8 @@ from gridsieve.services.generation.sampling.sampler import SampledToken, Samplin
 
 # Weights of each token of an answer on each media token that are told; of more, their sums.
 MAX_TOKEN_WEIGHTS = 2**18
+# All other values of an answer: a client takes 8 MiB in one response.
+MAX_VALUES = 2**19
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,22 @@ class Attending(Request):
             token_shares=_array(torch.cat(by_item)),
             token_weights=_array(torch.cat(by_token[0])) if by_token else None,
         ), self._reason
+
+
+def check_size(request: Request) -> None:
+    """Raises InvalidRequest if there may be too much to tell: a weight of each media token, and for each token of the
+    answer its text and its share of each item."""
+    tokens, items = request.sampling.max_new_tokens, len(request.prompt.num_kept)
+    values = sum(request.prompt.num_kept) + tokens * (1 + items)
+    if values > MAX_VALUES:
+        raise InvalidRequest(
+            f"may have {values} values, of an answer of {tokens} tokens about {items} media items; at most "
+            f"{MAX_VALUES} are sent",
+            field="sampling.attention",
+            value=values,
+            limit=MAX_VALUES,
+            remedy="lower `sampling.max_new_tokens`, or send fewer media",
+        )
 
 
 def _array(values: Tensor) -> Float32Array:
