@@ -172,9 +172,9 @@ async def test_another_sound_gives_another_answer_and_the_usage_tells_what_was_h
 
 async def test_only_the_part_of_the_clip_is_heard(client: GridsieveClient) -> None:
     """The track begins before the part and goes on after it; from 3 s on there are pictures alone."""
-    (_, sound) = (await client.ask(Video(data=SUNG, audio=True, start_s=1, end_s=2.5), QUESTION)).usage.media
+    (_, sound) = (await client.ask(Video(data=SUNG, audio=True, start_s=1, end_s=2.5), QUESTION, **GREEDY)).usage.media
     assert sound.heard_s == pytest.approx(1.5)
-    (alone,) = (await client.ask(Audio(data=SUNG, start_s=0.25), QUESTION)).usage.media
+    (alone,) = (await client.ask(Audio(data=SUNG, start_s=0.25), QUESTION, **GREEDY)).usage.media
     assert alone.heard_s == pytest.approx(4.85)
 
 

@@ -42,12 +42,11 @@ def load_tower(
         )
     options = RunOptions(dtype, device, attention, share)
     load: Callable[[Checkpoint, RunOptions], Tower] = family.load("tower")
-    load_sound: Callable[[Checkpoint, RunOptions], SoundTower | None] | None
-    load_sound = family.load("sound") if family.sound else None
+    sound: SoundTower | None = family.load("sound")(checkpoint, options) if family.sound and hears else None
     return replace(
         load(checkpoint, options),
         pruning_methods=family.methods,
         why_not_all=family.why_not_all,
         usual_method=usual_method(family.methods, checkpoint.config),
-        sound=load_sound(checkpoint, options) if load_sound and hears else None,
+        sound=sound,
     )
