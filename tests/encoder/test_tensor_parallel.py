@@ -67,7 +67,11 @@ def divided(checkpoint: Path, ranks: int) -> Iterator[TensorParallelTower]:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", pytest.param("glm4v", marks=pytest.mark.deep)]
+    "family",
+    [
+        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"),
+        *(pytest.param(name, marks=pytest.mark.deep) for name in ("glm4v", "qwen3_omni_moe")),
+    ],
 )
 def test_all_levels_equal_transformers_tower(checkpoints: Callable[[str], Path], family: str) -> None:
     folder, shape = checkpoints(family), FAMILIES[family]

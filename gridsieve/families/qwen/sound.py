@@ -74,9 +74,7 @@ def load_sound_tower(checkpoint: Checkpoint, options: RunOptions) -> SoundTower:
     pack_linears(model.eval().requires_grad_(False).to(device))
     chunk = 2 * config.n_window
     compute = made_of(model, attend, dtype, device, chunk, getattr(config, "n_window_infer", chunk) // chunk)
-    return SoundTower(
-        compute, compute.rows_of, compute.tokens_of, config.num_mel_bins, config.output_dim, dtype, device
-    )
+    return SoundTower(compute, compute.rows_of, compute.tokens_of, config.num_mel_bins, device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -36,7 +36,7 @@ class Sound:
 class SoundTower:
     """A sound tower on its device, ready to run.
 
-    compute: features on the device, (mels, frames) each, to the embeddings of all, (tokens, embed_dim).
+    compute: features on the device, (mels, frames) each, to the embeddings of all, (tokens, D).
     rows_of, tokens_of: of the frames of a sound, how many rows the layers compute, and how many tokens these become.
     mels: values of a frame.
     """
@@ -45,12 +45,10 @@ class SoundTower:
     rows_of: Callable[[int], int]
     tokens_of: Callable[[int], int]
     mels: int
-    embed_dim: int
-    dtype: torch.dtype
     device: torch.device
 
     def __call__(self, features: Sequence[Tensor]) -> Tensor:
-        """Embeddings of all sounds, (sum of their tokens, embed_dim) on the tower's device, from one forward.
+        """Embeddings of all sounds, (sum of their tokens, D) on the tower's device, from one forward.
 
         features: of at least one sound, (mels, frames) each, of any lengths, in any float dtype.
         Neither convolutions nor attention cross sounds, so neighbours change only rounding. On CUDA the result may
