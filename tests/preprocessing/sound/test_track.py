@@ -88,7 +88,6 @@ def test_a_click_is_heard_at_its_time(container: str, codec: str, picture: str |
     index, samples = read(data), decode(data)
     priming_s = 1024 / 44_100 if container == "adts" else 0  # of which only such a file says nothing
     assert all(abs(heard_at(samples, priming_s + each)) <= within for each in CLICKS_S)
-    assert (index.rate, index.channels) == (rate, 2)
     assert index.start_s + index.duration_s == pytest.approx(2, abs=0.06)
 
 
@@ -128,7 +127,6 @@ def test_channels_are_mixed_by_ffmpegs_weights(layout: str, weights: tuple[float
     channels = noise(1, RATE, len(weights))
     mixed = np.asarray(weights) @ channels / sum(weights)
     data = sound_file("matroska", Track(channels, "pcm_f32le", RATE, layout))
-    assert read(data).channels == len(weights)
     assert np.allclose(decode(data, 0, 1), mixed, atol=1e-6)
 
 
@@ -206,27 +204,24 @@ def test_a_rounded_time_makes_no_gap(jitter_ms: int) -> None:
     assert np.allclose(decode(data, 0, 1)[inner], swept(440, 1)[inner], atol=1e-3)
 
 
-@pytest.mark.parametrize("container", ["matroska", "mp4"])
-@pytest.mark.parametrize("codec", ["flac", "libmp3lame", "libopus"])
+@pytest.mark.parametrize(("container", "codec"), [("matroska", "flac"), ("mp4", "libmp3lame"), ("mp4", "libopus")])
 def test_a_part_is_a_part_of_the_whole(container: str, codec: str) -> None:
     """The last one begins so late that packets before it are not decoded."""
     rate = 48_000 if codec == "libopus" else 44_100
     data = sound_file(container, Track(noise(16, rate), codec, rate), picture="mpeg4", frames=16 * 25)
-    whole = decode(data, 0, 16)
-    for start_s, end_s in [(Fraction(1, 16), Fraction(1, 8)), (Fraction(5, 4), Fraction(2)), (Fraction(25, 2), 15)]:
-        part = decode(data, start_s, end_s)
-        assert np.abs(part - whole[int(start_s * RATE) : int(end_s * RATE)]).max() < 1e-6
+    source, index = bytes_source("clip", data), read(data)
+    whole = decode_sound(source, index, Fraction(0), Fraction(16), RATE)
+    for part in ("1/16 1/8", "5/4 2", "25/2 15"):
+        start_s, end_s = map(Fraction, part.split())
+        expected = whole[int(start_s * RATE) : int(end_s * RATE)]
+        assert np.abs(decode_sound(source, index, start_s, end_s, RATE) - expected).max() < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("default", "codec"), [((True, False), "flac"), ((False, True), "aac"), ((False, False), "flac")]
-)
-def test_the_default_track_is_heard_else_the_first(default: tuple[bool, bool], codec: str) -> None:
-    tracks = (
-        Track(each, name, default=first)
-        for each, name, first in zip((tone(440, 1), tone(880, 1)), ("flac", "aac"), default, strict=True)
-    )
-    assert read(sound_file("matroska", *tracks)).codec == codec
+@pytest.mark.parametrize(("default", "hz"), [((True, False), 440), ((False, True), 880), ((False, False), 440)])
+def test_the_default_track_is_heard_else_the_first(default: tuple[bool, bool], hz: float) -> None:
+    tracks = (Track(tone(each, 1), "flac", default=first) for each, first in zip((440, 880), default, strict=True))
+    inner = slice(RATE // 50, -RATE // 50)
+    assert np.allclose(decode(sound_file("matroska", *tracks), 0, 1)[inner], swept(hz, 1)[inner], atol=1e-3)
 
 
 def damaged(numbers: Callable[[int], bool]) -> bytes:
@@ -275,6 +270,19 @@ def test_joined_recordings_are_heard_one_after_the_other_with_their_pictures() -
     assert read(data).duration_s == pytest.approx(5.8, abs=0.05)
     samples = decode(data, 0, 6)
     assert all(abs(heard_at(samples, 2 * number + each)) <= LOSSY for number in range(3) for each in (0.5, 1.5))
+
+
+def test_a_clock_that_starts_again_without_end_is_refused() -> None:
+    part = sound_file("mpegts", Track(tone(440, 0.15, 48_000), "mp2", 48_000))
+    with pytest.raises(MediaRejected, match=r"^clip has a clock of sound that starts again more than 1000 times$"):
+        read(1010 * part)
+
+
+def test_sound_whose_channels_have_no_places_is_refused() -> None:
+    data = bytearray(sound_file("wav", Track(noise(1, RATE), rate=RATE)))
+    data[22:24], data[32:34] = (9).to_bytes(2, "little"), (18).to_bytes(2, "little")  # channels, bytes of all of them
+    with pytest.raises(MediaRejected, match=r"^clip has sound that cannot be mixed \(9 channels\): Invalid argument$"):
+        decode(bytes(data))
 
 
 def test_a_file_without_sound_has_none() -> None:

@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from gridsieve.common.contract.errors import MediaRejected
 from gridsieve.services.preprocessing.sources.source import Source
-from gridsieve.services.preprocessing.video.epochs import JITTER_S, LEAP_S, LEAPING_FORMATS
+from gridsieve.services.preprocessing.video.epochs import JITTER_S, LEAP_S, LEAPING_FORMATS, MAX_EPOCHS
 from gridsieve.services.preprocessing.video.packets import read_packets
 
 
@@ -27,13 +27,17 @@ class Clock:
         self.shift_s = Fraction(0)
         self._source = source
         self._leaps = format_name in LEAPING_FORMATS
+        self._restarts = 0
         self._last_s: Fraction | None = None
         self._next_s = Fraction(0)
         self._used_s = {self.shift_s}
         self._pictures_s: frozenset[Fraction] | None = None
 
     def shown_s(self, time_s: Fraction | None, lasts_s: Fraction) -> Fraction:
-        """When a packet or frame is heard. time_s: as stored; without a time, it follows the last one."""
+        """When a packet or frame is heard. time_s: as stored; without a time, it follows the last one.
+
+        Raises MediaRejected for a clock that starts again too often.
+        """
         shown_s = self._next_s if time_s is None else time_s + self.shift_s
         if time_s is not None and self._last_s is not None:
             step_s = shown_s - self._last_s
@@ -46,6 +50,10 @@ class Clock:
 
     def _shift_of(self, time_s: Fraction) -> Fraction:
         """Of those that the picture has or the sound had, the one with which it goes on best; else its own."""
+        self._restarts += 1
+        if self._restarts > MAX_EPOCHS:
+            text = f"has a clock of sound that starts again more than {MAX_EPOCHS} times"
+            raise MediaRejected(text, field=self._source.name, limit=MAX_EPOCHS)
         own_s = self._next_s - time_s
         if self._pictures_s is None:
             self._pictures_s = _shifts_s(self._source)

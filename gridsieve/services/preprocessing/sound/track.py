@@ -57,14 +57,11 @@ class SoundIndex:
     """A sound track.
 
     start_s: when its first sample is heard, where the first frame of the video is shown at 0; 0 without a video.
-    duration_s: from its first sample to its end, pauses included. rate: samples a second. codec: FFmpeg's name.
+    duration_s: from its first sample to its end, pauses included.
     """
 
     start_s: Fraction
     duration_s: Fraction
-    rate: int
-    channels: int
-    codec: str
 
 
 def read_sound(source: Source) -> SoundIndex | None:
@@ -78,13 +75,11 @@ def read_sound(source: Source) -> SoundIndex | None:
         stream = _sound_stream(container, source)
         if stream is None or (heard_s := _heard_s(container, stream, source)) is None:
             return None
-        codec = stream.codec_context
-        rate, channels, name = codec.sample_rate, codec.channels, codec.name
         shown_s = _picture_begins_s(source)
         if shown_s is None:
             _check_complete(container, stream, source)
     start_s = Fraction(0) if shown_s is None else heard_s[0] - shown_s
-    return SoundIndex(start_s, heard_s[1] - heard_s[0], rate, channels, name)
+    return SoundIndex(start_s, heard_s[1] - heard_s[0])
 
 
 def decode_sound(

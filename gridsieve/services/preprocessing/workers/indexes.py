@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gridsieve.common.contract.errors import PeerContract
-from gridsieve.services.preprocessing.sound.runs import MAX_RATE
 from gridsieve.services.preprocessing.sound.track import SoundIndex
 from gridsieve.services.preprocessing.video.completeness import MAX_MISSING
 from gridsieve.services.preprocessing.video.epochs import MAX_EPOCHS, Epoch
@@ -21,8 +20,6 @@ from gridsieve.services.preprocessing.video.timing import MAX_LENGTH_S
 from gridsieve.services.preprocessing.workers.protocol import MAX_INT, Facts
 
 _MAX_RATES = 3
-# More than any sound has that FFmpeg reads.
-_MAX_CHANNELS = 2**16
 # Two times of a container differ by at most so much, in seconds.
 _MAX_START_S = 2 * MAX_PTS
 
@@ -110,13 +107,7 @@ def sound_index_facts(index: SoundIndex | None) -> dict[str, Any]:
     """An index of a sound track as fields; none for a file without sound."""
     if index is None:
         return {}
-    return {
-        "start_s": _pairs(index.start_s),
-        "duration_s": _pairs(index.duration_s),
-        "rate": index.rate,
-        "channels": index.channels,
-        "codec": index.codec,
-    }
+    return {"start_s": _pairs(index.start_s), "duration_s": _pairs(index.duration_s)}
 
 
 def sound_index_of(facts: Facts) -> SoundIndex | None:
@@ -126,8 +117,7 @@ def sound_index_of(facts: Facts) -> SoundIndex | None:
     start_s, duration_s = (signed_fraction(facts, name) for name in ("start_s", "duration_s"))
     if abs(start_s) > _MAX_START_S or not 0 <= duration_s <= MAX_LENGTH_S:
         raise PeerContract("a worker's index of a sound begins or ends where none does")
-    rate, channels = facts.integer("rate", 1, MAX_RATE), facts.integer("channels", 1, _MAX_CHANNELS)
-    return SoundIndex(start_s, duration_s, rate, channels, facts.text("codec"))
+    return SoundIndex(start_s, duration_s)
 
 
 def signed_fraction(facts: Facts, name: str) -> Fraction:
