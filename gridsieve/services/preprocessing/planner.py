@@ -299,13 +299,14 @@ class Planner:
                 field=field,
                 value=samples / log_mel.rate,
                 limit=most_s,
-                remedy="set `frame_sampling.start_s` and `frame_sampling.end_s`",
+                # Over HTTP a sound by itself cannot be cut.
+                remedy="set `frame_sampling.start_s` and `frame_sampling.end_s`" if field else None,
             )
         planned = PlannedSound(source, index, begin_s, samples, log_mel)
         tokens = self._family.sound_tokens(log_mel.frames_of(samples))
         if not tokens:
             text = f"has {samples / log_mel.rate:.3f} s of sound from {float(begin_s):g} s on, too little for a token"
-            raise InvalidRequest(text, field=field)
+            raise InvalidRequest(text, field=field, value=samples / log_mel.rate)
         return _Item(
             modality=Modality.AUDIO,
             planned=planned,

@@ -25,7 +25,7 @@ class MediaNames:
 @dataclass(frozen=True, slots=True)
 class TurnNames:
     """turn, content, call_id: of a turn, its content, and the call whose result it is. parts, calls: of each part and
-    each tool call. media: by part, those of images and videos."""
+    each tool call. media: by part, those of images, videos and sounds."""
 
     turn: str
     content: str
