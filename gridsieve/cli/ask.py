@@ -139,7 +139,7 @@ def ask(
     locations, questions = _media_and_questions(inputs or [], question or [])
     if captions_file:
         _check_captions(captions_file, locations, questions)
-    folder = _folder(locations, clip, embedder)
+    folder = _folder(locations, clip, embedder, audio=audio)
     media: Sequence[Part] = (
         [] if folder else [clip.heard(each, audio=audio, num_frames=num_frames) for each in locations]
     )
@@ -229,15 +229,15 @@ def _write_captions(path: Path | None, moments: Sequence[Moment]) -> None:
         path.write_text(captions(moments, CAPTION_SUFFIXES[path.suffix]), encoding="utf-8")
 
 
-def _folder(locations: Sequence[str], clip: ClipFlags, embedder: str | None) -> Path | None:
+def _folder(locations: Sequence[str], clip: ClipFlags, embedder: str | None, *, audio: bool) -> Path | None:
     """The folder that is asked about; None: media. Raises BadParameter for what a folder lacks, or does not take."""
     folder = next((each for each in locations if os.path.isdir(each)), None)  # noqa: PTH112
     if folder is None:
         return None
     if len(locations) > 1:
         raise typer.BadParameter(f"{folder} is a folder, which is asked about alone, without other media")
-    if clip.start_s is not None or clip.end_s is not None:
-        raise typer.BadParameter(f"--start-s and --end-s are of videos, and {folder} is a folder")
+    if audio or clip.start_s is not None or clip.end_s is not None:
+        raise typer.BadParameter(f"--audio, --start-s and --end-s are of videos, and {folder} is a folder")
     if embedder is None:
         raise typer.BadParameter(f"{folder} is a folder: --embedder must have the address of the model of its index")
     return Path(folder)

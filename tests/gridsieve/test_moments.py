@@ -310,6 +310,7 @@ def test_a_question_about_a_folder_shows_its_best_moments_and_others_with_their_
         (("ask", "FILMS", "?"), "--embedder must have the address"),
         (("ask", "FILMS", "clip.mp4", "?", "--embedder", "x"), "is asked about alone"),
         (("ask", "FILMS", "?", "--embedder", "x", "--start-s", "1"), "--start-s and --end-s are of videos"),
+        (("ask", "FILMS", "?", "--embedder", "x", "--audio"), "--audio, --start-s and --end-s are of videos"),
         (("ask", "FILMS"), "is a folder, add a question"),
         (("search", "FILMS", "x", "--sheet", "x.gif"), "--sheet must end with"),
         (("index", "FILMS/a.mp4"), "is a file"),
