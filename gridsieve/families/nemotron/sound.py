@@ -82,15 +82,7 @@ def load_sound_tower(checkpoint: Checkpoint, options: RunOptions) -> SoundTower 
     model.audio_tower.encode_positions = ParakeetEncoderRelPositionalEncoding(config)
     pack_linears(model.eval().requires_grad_(False).to(device))
     compute = _Forward(model, dtype, factor)
-    return SoundTower(
-        compute,
-        compute.tokens_of,
-        compute.tokens_of,
-        config.num_mel_bins,
-        whole.text_config.hidden_size,
-        dtype,
-        device,
-    )
+    return SoundTower(compute, compute.tokens_of, compute.tokens_of, config.num_mel_bins, device)
 
 
 def _find(checkpoint: Checkpoint, convolution_bias: bool) -> dict[str, Stored]:
