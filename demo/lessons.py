@@ -19,7 +19,7 @@ from demo.checkpoint import SAMPLE_FPS
 from demo.clips import FRAMES, SIDE_PX
 from demo.drawing import Pixels
 from demo.model import UNSUPERVISED, Prompt, PromptWriter
-from demo.questions import Question, picture_questions, questions_about
+from demo.questions import picture_questions, questions_about
 from demo.scenes import Scene, Thing
 from demo.wordings import COLOURS, DIRECTIONS, SHAPES, SYSTEM_PROMPT
 
@@ -65,11 +65,7 @@ class Lessons:
         self._rng.shuffle(every)
         if len(scene.movers) > 1:
             every.sort(key=lambda question: question.kind not in ABOUT_ONE)
-        return self.prompt(every[:questions], SYSTEM_PROMPT if self._rng.random() < SYSTEM_SHARE else None)
-
-    def prompt(self, questions: Sequence[Question], system: str | None = None) -> Prompt:
-        branches = tuple(self._writer.branch(question.text, question.answer) for question in questions)
-        return Prompt(self._writer.before(system), branches)
+        return self._writer.asked(every[:questions], SYSTEM_PROMPT if self._rng.random() < SYSTEM_SHARE else None)
 
 
 def dense_labels(scene: Scene, slices: Sequence[int]) -> Tensor:

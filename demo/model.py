@@ -23,13 +23,31 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
 from demo.checkpoint import IMAGE_MEAN, IMAGE_STD, SAMPLE_FPS, TOKENS_PER_SECOND
+from demo.questions import Question
 from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.services.encoder.pruning.methods import keep_tokens
-from gridsieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan, MediaSpan, TextSpan, positions_of
+from gridsieve.services.preprocessing.prompt.positions import (
+    GridSpan,
+    LinearSpan,
+    MediaSpan,
+    Span,
+    TextSpan,
+    positions_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Media of any spans, such as those of pictures and sound that take turns. ids: of each token of the spans; that of
+    a media token is -1."""
+
+    spans: tuple[Span, ...]
+    ids: tuple[int, ...]
+
 
 # A media item: its grids, and the ids of the text between them, of families that put any there.
-Media: TypeAlias = MediaSpan | Sequence[MediaSpan | tuple[int, ...]]
+Media: TypeAlias = MediaSpan | Mixed | Sequence[MediaSpan | tuple[int, ...]]
 
 PATCH_PX = 14
 MERGE = 2
@@ -135,10 +153,8 @@ def lay_out(
     vision_end: int,
 ) -> LaidOut:
     """One prompt per clip. embeds: [B, t·h·w, D], of the grids in `media`, whose text is kept; kept: int64 [B, K]."""
-    parts = [media] if isinstance(media, GridSpan | LinearSpan) else list(media)
-    spans = [TextSpan(len(part)) if isinstance(part, tuple) else part for part in parts]
-    # Of the whole item: the ids of text, -1 of media tokens.
-    between = torch.tensor([id_ for part in parts for id_ in (part if isinstance(part, tuple) else [-1] * part.tokens)])
+    mixed = media if isinstance(media, Mixed) else _mixed(media)
+    between = torch.tensor(mixed.ids)
     is_media = between < 0
     shown = (~is_media).expand(len(prompts), -1).clone()
     shown.scatter_(1, is_media.nonzero()[:, 0][kept], True)
@@ -156,7 +172,7 @@ def lay_out(
     for row, prompt in enumerate(prompts):
         before = len(prompt.before)
         longest = max(len(branch.ids) for branch in prompt.branches)
-        full = torch.from_numpy(positions_of([TextSpan(before), *spans, TextSpan(1 + longest)])).long()
+        full = torch.from_numpy(positions_of([TextSpan(before), *mixed.spans, TextSpan(1 + longest)])).long()
         start = longest_before - before
         ids[row, start:longest_before] = torch.tensor(prompt.before)
         owner[row, start:prefix] = 0
@@ -179,6 +195,14 @@ def lay_out(
     item = torch.where(is_media[places][..., None], gathered, text[:, longest_before : prefix - 1])
     inputs = torch.cat((text[:, :longest_before], item, text[:, prefix - 1 :]), dim=1)
     return LaidOut(inputs, positions[0] if isinstance(media, LinearSpan) else positions, owner, labels, prefix)
+
+
+def _mixed(media: MediaSpan | Sequence[MediaSpan | tuple[int, ...]]) -> Mixed:
+    parts = [media] if isinstance(media, GridSpan | LinearSpan) else list(media)
+    spans = tuple(TextSpan(len(part)) if isinstance(part, tuple) else part for part in parts)
+    return Mixed(
+        spans, tuple(id_ for part in parts for id_ in (part if isinstance(part, tuple) else [-1] * part.tokens))
+    )
 
 
 def answer_logits(
@@ -224,17 +248,18 @@ def seen_by(owner: Tensor) -> Tensor:
 
 
 class PromptWriter:
-    """Tokenizes questions as branches, exactly as the chat template would."""
+    """Tokenizes questions as branches, exactly as the chat template would. begin, end: the tokens around the media."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, begin: str = "<|vision_start|>", end: str = "<|vision_end|>"
+    ) -> None:
         self.tokenizer = tokenizer
-        vocabulary = tokenizer.get_vocab()
-        self.vision_end = vocabulary["<|vision_end|>"]
+        self._begin, self.vision_end = begin, tokenizer.get_vocab()[end]
         self._cached: dict[tuple[str, str], Branch] = {}
 
     def before(self, system: str | None = None) -> tuple[int, ...]:
         text = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
-        return tuple(self.tokenizer(f"{text}<|im_start|>user\n<|vision_start|>")["input_ids"])
+        return tuple(self.tokenizer(f"{text}<|im_start|>user\n{self._begin}")["input_ids"])
 
     def branch(self, question: str, answer: str) -> Branch:
         if (question, answer) not in self._cached:
@@ -242,3 +267,7 @@ class PromptWriter:
             told = self.tokenizer(f"{answer}<|im_end|>")["input_ids"]
             self._cached[question, answer] = Branch((*asked, *told), len(asked))
         return self._cached[question, answer]
+
+    def asked(self, questions: Sequence[Question], system: str | None = None) -> Prompt:
+        """A prompt with these questions."""
+        return Prompt(self.before(system), tuple(self.branch(each.text, each.answer) for each in questions))

@@ -40,10 +40,10 @@ class Question:
 
 def questions_about(scene: Scene, rng: Random) -> list[Question]:
     """Every question that the scene's clip answers, each in one random wording."""
-    movers = _in_order(scene.movers)
+    movers = in_order(scene.movers)
     asked = [
         _question(rng, "anything", "yes" if movers else "no"),
-        _question(rng, "mover", _names("the", movers)),
+        _question(rng, "mover", names("the", movers)),
         _question(rng, "count_moving", NUMBERS[len(movers)]),
     ]
     if scene.cut_s is not None or rng.random() < CUT_ASKED:
@@ -56,10 +56,10 @@ def questions_about(scene: Scene, rng: Random) -> list[Question]:
         asked.append(_question(rng, "first", f"the {min(movers, key=_start_s).name}"))
     if scene.cut_s is not None:
         for kind, time_s in (("beginning", 0.0), ("end", float(DURATION_S))):
-            asked.append(_question(rng, kind, _names("a", _in_order(scene.things_at(time_s)))))
+            asked.append(_question(rng, kind, names("a", in_order(scene.things_at(time_s)))))
         return asked
     asked += _still_questions(scene, rng, "video")
-    asked.append(_question(rng, "stands", _names("the", _in_order(set(scene.things) - set(movers)))))
+    asked.append(_question(rng, "stands", names("the", in_order(set(scene.things) - set(movers)))))
     for thing in scene.things:
         asked.append(_about(rng, "does_move", _reference(scene, thing, rng), _does(thing)))
         if thing.motion is not None:
@@ -68,14 +68,14 @@ def questions_about(scene: Scene, rng: Random) -> list[Question]:
             asked.append(_about(rng, "when", _reference(scene, thing, rng, movers), f"moves {told}"))
         asked += _place_questions(scene, thing, rng)
     if len(scene.things) <= 2:
-        clauses = [f"a {thing.name} {_does(thing)}" for thing in _in_order(scene.things)]
+        clauses = [f"a {thing.name} {_does(thing)}" for thing in in_order(scene.things)]
         asked.append(_question(rng, "happens", _sentence(clauses)))
     return asked
 
 
 def picture_questions(scene: Scene, rng: Random) -> list[Question]:
     """Every question that a single frame of a scene with one shot answers, each in one random wording."""
-    names = [f"a {thing.name}" for thing in _in_order(scene.things)]
+    names = [f"a {thing.name}" for thing in in_order(scene.things)]
     asked = [*_still_questions(scene, rng, "image"), _question(rng, "picture", _sentence(names))]
     for thing in scene.things:
         asked += _place_questions(scene, thing, rng)
@@ -128,11 +128,11 @@ def _only(scene: Scene, thing: Thing) -> bool:
     return sum(other.shape == thing.shape for other in scene.things) == 1
 
 
-def _in_order(things: Sequence[Thing] | set[Thing]) -> list[Thing]:
+def in_order(things: Sequence[Thing] | set[Thing]) -> list[Thing]:
     return sorted(things, key=lambda thing: COLOURS.index(thing.colour))
 
 
-def _names(article: str, things: Sequence[Thing]) -> str:
+def names(article: str, things: Sequence[Thing]) -> str:
     """`the red circle`, `a red circle, a blue cross and a cyan square`, `nothing`."""
     names = [f"{article} {thing.name}" for thing in things] or ["nothing"]
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
