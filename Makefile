@@ -9,7 +9,7 @@ PIP_FLAGS ?=
 PIP_INSTALL = $(BIN)/pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos tree demo test test-deep test-gpu coverage lint site format bench bench-ceiling bench-gateway bench-gpu bench-live bench-media bench-moments bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak soak-live demo-model demo-draft demo-embedder demo-mtp demo-retrieval demo-eval up down clean
+.PHONY: help setup protos tree demo test test-deep test-gpu coverage lint site format bench bench-ceiling bench-gateway bench-gpu bench-live bench-media bench-moments bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak soak-live demo-model demo-draft demo-embedder demo-mtp demo-retrieval demo-tones demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -147,6 +147,9 @@ demo-embedder: setup  ## Train the embedded embedder, which finds clips by texts
 
 demo-mtp: setup  ## Train a small model in the layout of Qwen3.5 with multi-token prediction (an hour on one core)
 	$(BIN)/python -m demo.mtp
+
+demo-tones: setup  ## Train a small model that hears tones, in the layout of Qwen2.5-Omni (half an hour on one core)
+	$(BIN)/python -m demo.tones
 
 demo-retrieval: setup  ## Measure what a pruning rate costs the embedded embedder in retrieval
 	$(BIN)/python -m demo.retrieval

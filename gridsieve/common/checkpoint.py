@@ -22,6 +22,7 @@ from gridsieve.common.fields import Fields, refusing
 DEMO_MODEL = Path(__file__).parents[1] / "gridsieve-demo"
 DEMO_DRAFT = Path(__file__).parents[1] / "gridsieve-demo-draft"  # the head that drafts for it
 DEMO_EMBEDDER = Path(__file__).parents[1] / "gridsieve-demo-embedder"  # a model of its line that makes vectors
+DEMO_TONES = Path(__file__).parents[1] / "gridsieve-demo-tones"  # a model of its line that hears
 
 _TEXT_FILES = (
     "config.json",

@@ -91,7 +91,7 @@ def test_the_wheel_holds_every_file_of_its_packages_and_the_code_of_the_protos(w
     }
     assert len(generated) == 15
     own = {name for name in files("gridsieve") if not (ROOT / name).is_symlink()}
-    shipped = files(*(f"demo/gridsieve-demo{end}" for end in ("", "-draft", "-embedder")), "demo/clip.mp4")
+    shipped = files(*(f"demo/gridsieve-demo{end}" for end in ("", "-draft", "-embedder", "-tones")), "demo/clip.mp4")
     demo = {f"gridsieve/{name.removeprefix('demo/')}" for name in shipped}
     expected = {*own, *demo, *generated, "gridsieve/v1/__init__.py"}
     held = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
