@@ -61,7 +61,7 @@ from gridsieve.services.preprocessing.prompt.positions import GridSpan, LinearSp
 CLIPS, VIEWS, VALIDATED_CLIPS = 600, 1, 80
 CLIPS_A_STEP, QUESTIONS_A_CLIP, DEMO_QUESTIONS = 8, 5, 1
 # Of all the time, for the sound tower alone.
-TOWER_SHARE = 0.001
+TOWER_SHARE = 0.04
 HIGHEST_RATE = 0.85
 # Every so many steps one has sounds alone, one has clips alone.
 ALONE_EVERY = 10
