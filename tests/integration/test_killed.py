@@ -35,7 +35,7 @@ async def fails_soon(name: str, *asked: Asked) -> None:
     ("index", "name", "lost"),
     [
         pytest.param(0, "preprocessing", FRAMES, marks=pytest.mark.deep),
-        (1, "encoder", MEDIA),
+        pytest.param(1, "encoder", MEDIA, marks=pytest.mark.deep),
         pytest.param(2, "generation", (*TEXT, *MEDIA), marks=pytest.mark.deep),
     ],
 )
@@ -89,6 +89,7 @@ async def test_a_gateway_is_healthy_while_questions_about_media_can_be_answered(
         assert (await asyncio.to_thread(http.post, "/v1/chat/completions", json=body)).status_code == 200
 
 
+@pytest.mark.deep
 async def test_callers_that_disconnect_in_every_stage_free_everything(
     fleet: Fleet, fleet_client: GridsieveClient
 ) -> None:
