@@ -124,7 +124,7 @@ def _processor_s(process: int) -> float:
 
 
 def table(found: Sequence[Seen]) -> Iterator[str]:
-    """Rows of one rate, for answers that are right and for those that are wrong."""
+    """The rows of one rate: one for right answers, one for wrong answers."""
     for right in (True, False):
         some = [each for each in found if each.right is right]
         if not some:

@@ -28,7 +28,7 @@ from demo.checkpoint import CHAT_TEMPLATE, DEMO, save_checkpoint
 from gridsieve.common.checkpoint import DEMO_MODEL
 from gridsieve.services.preprocessing.sound.features import LogMel
 
-# The demo's control tokens by their names in this layout, and those that it adds.
+# The names that this layout gives the demo's control tokens, and the control tokens that the layout adds.
 RENAMED = {
     "<|vision_start|>": "<|vision_bos|>",
     "<|vision_end|>": "<|vision_eos|>",

@@ -97,7 +97,7 @@ def samples_of(track: Track) -> Samples:
 
 
 def tone_questions(track: Track) -> list[Question]:
-    """Those that the track alone answers."""
+    """Questions that the track answers without the pictures."""
     first, last = track.tones[0].name, track.tones[-1].name
     if len(track.tones) == 1:
         return [Question("tone", "Is the tone high or low?", first)]
@@ -108,7 +108,7 @@ def tone_questions(track: Track) -> list[Question]:
 
 
 def heard_questions(scene: Scene, track: Track) -> list[Question]:
-    """Those that need the clip and its track."""
+    """Questions that need both the pictures and the track."""
     asked = []
     for tone in PITCHES_HZ:
         movers = [each for each in scene.movers if _tone_of(each, track) == tone]

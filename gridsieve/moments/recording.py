@@ -184,7 +184,7 @@ class Recording:
 
 
 def _utc(wall_s: float) -> str:
-    """A time as it stands in the names of films."""
+    """The name of a film that begins at this time, without its suffix."""
     time = datetime.fromtimestamp(wall_s, UTC)
     return f"{time:%Y-%m-%dT%H-%M-%S}.{time.microsecond // 1000:03d}Z"
 

@@ -104,7 +104,8 @@ class FrameShape:
 
     count: pictures that are sent. An image has 1, and each of its tiles is one more. A video has its frames, and each
         tile of each frame. A sound has 1, its features. 0 if the prompt brought the item's embeddings.
-    size_px: of each frame, but for tiles of another size; of a sound its mel bands and moments; (0, 0) without frames.
+    size_px: of each frame, but for tiles of another size; (0, 0) without frames. Of a sound: its mel bands, and the
+        number of its frames of features.
     tile_px: of tiles, which are all frames of a picture but the first; None if these have the first one's size.
     tile_columns: of an image whose frames are the whole picture and then its tiles, row by row, or of a video each of
         whose frames is sent so: the tiles' columns, else 0.

@@ -7,9 +7,9 @@
     rows      [ 0 … 99  ][ 100 … 199 ][ 200 … 225 ]     in the layers
     tokens    [ 0 … 49  ][  50 …  99 ][ 100 … 112 ]
 
-A chunk that is the rest of a longer sound is padded with zeros to the width of a whole one. Qwen3-Omni's convolutions
-see this padding, whereas a sound shorter than a chunk has none. transformers pads it, too, if it stands beside longer
-ones, so that its embeddings depend on its neighbours; here each sound has those that transformers gives it alone.
+The last chunk of a sound is padded with zeros to the width of a whole chunk, and Qwen3-Omni's convolutions read the
+padding. A sound shorter than one chunk is not padded. transformers pads such a sound if longer sounds are in the same
+call, so its embeddings depend on the other sounds. Here every sound gets the embeddings of a call of its own.
 Source: `Qwen2_5OmniAudioEncoder` and `Qwen3OmniMoeAudioEncoder` of transformers 5.24.
 """
 
