@@ -207,8 +207,8 @@ def _media_and_questions(inputs: Sequence[str], questions: Sequence[str]) -> tup
             raise typer.BadParameter('a question is missing: gridsieve ask clip.mp4 "What moves?"')
         *media, last = inputs
         # Unlike Path's methods, these take texts that are too long for a name.
-        if is_url(last) or os.path.exists(last) or _looks_like_media(last):  # noqa: PTH110
-            what = "a folder" if os.path.isdir(last) else "a media file"  # noqa: PTH112
+        if is_url(last) or os.path.exists(last) or _looks_like_media(last):  # noqa: PTH110  (Path fails for a long text)
+            what = "a folder" if os.path.isdir(last) else "a media file"  # noqa: PTH112  (likewise)
             raise typer.BadParameter(f'{last} is {what}, add a question: gridsieve ask {last} "What moves?"')
         questions = [last]
     if any(not each.strip() for each in questions):
@@ -220,7 +220,7 @@ def _check_captions(path: Path, media: Sequence[str], questions: Sequence[str]) 
     """Raises BadParameter where there is not one text for one file."""
     if path.suffix not in CAPTION_SUFFIXES:
         raise typer.BadParameter(f"{path} must end with {' or '.join(CAPTION_SUFFIXES)}", param_hint="--captions")
-    if len(media) != 1 or len(questions) != 1 or os.path.isdir(media[0]):  # noqa: PTH112
+    if len(media) != 1 or len(questions) != 1 or os.path.isdir(media[0]):  # noqa: PTH112  (likewise)
         raise typer.BadParameter("needs one video and one question", param_hint="--captions")
 
 
@@ -231,7 +231,7 @@ def _write_captions(path: Path | None, moments: Sequence[Moment]) -> None:
 
 def _folder(locations: Sequence[str], clip: ClipFlags, embedder: str | None, *, audio: bool) -> Path | None:
     """The folder that is asked about; None: media. Raises BadParameter for what a folder lacks, or does not take."""
-    folder = next((each for each in locations if os.path.isdir(each)), None)  # noqa: PTH112
+    folder = next((each for each in locations if os.path.isdir(each)), None)  # noqa: PTH112  (likewise)
     if folder is None:
         return None
     if len(locations) > 1:
