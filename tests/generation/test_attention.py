@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
-from gridsieve.services.generation.model.attention import PagedCache, make_cache, paged_attention, sdpa
+from gridsieve.services.generation.model.attention import PagedCache, make_cache, paged_attention, products, sdpa
 from gridsieve.services.generation.model.attention.cache import CacheSizes
 from gridsieve.services.generation.model.attention.flash_infer import (
     FlashInferCache,
@@ -69,11 +69,17 @@ def by_formula(query: Tensor, key: Tensor, value: Tensor, start: int, scale: flo
     gathered=st.sampled_from([1, 20, 65536]),
     in_place_tokens=st.sampled_from([1, 6, 100]),
     repeating=st.sampled_from([(), (), ("cpu",)]),
+    by_products=st.booleans(),
 )
 def test_every_row_sees_its_own_sequence_and_nothing_else(
-    batch: list[tuple[list[int], int, int]], seed: int, gathered: int, in_place_tokens: int, repeating: tuple[str, ...]
+    batch: list[tuple[list[int], int, int]],
+    seed: int,
+    gathered: int,
+    in_place_tokens: int,
+    repeating: tuple[str, ...],
+    by_products: bool,
 ) -> None:
-    """repeating: devices without kernels for grouped heads."""
+    """repeating: devices without kernels for grouped heads. by_products: of long chunks, three rows each."""
 
     def attend(*arrays: Tensor, **named: Any) -> Tensor:
         assert not (repeating and named.get("enable_gqa") and named.get("attn_mask") is not None)
@@ -85,6 +91,10 @@ def test_every_row_sees_its_own_sequence_and_nothing_else(
         patch.object(sdpa, "MAX_GATHERED_TOKENS", gathered),
         patch.object(sdpa, "REPEATING_DEVICES", repeating),
         patch.object(sdpa.F, "scaled_dot_product_attention", attend),
+        patch.object(sdpa, "SHORT_TOKENS", 4 if by_products else 16),
+        patch.object(products, "MAX_ROWS", 3),
+        patch.object(products, "MIN_ROWS", 3),
+        patch.object(products, "beat_sdpa", lambda device, dtype: by_products),
     ):
         check(SdpaCache(SIZES, torch.zeros(())), batch, seed)
 

@@ -69,6 +69,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
 )
 
 from gridsieve.services.generation.loading.text_family import TextClasses, TextFamily
+from gridsieve.services.generation.model.levels import add_level
 from gridsieve.services.generation.model.reading import Reading
 
 # Published checkpoints of Qwen2-VL and 2.5 use the second; transformers 5 writes the first if asked not to keep the
@@ -93,8 +94,10 @@ _READINGS = (
 class _Deepstack:
     """Adds deepstack features by row index; transformers uses a boolean mask, which makes the host wait for CUDA."""
 
-    def _deepstack_process(self, hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor) -> Tensor:
-        return hidden_states.index_add(1, visual_pos_masks, visual_embeds[None])
+    def _deepstack_process(
+        self, hidden_states: Tensor, visual_pos_masks: Tensor | None, visual_embeds: Tensor
+    ) -> Tensor:
+        return add_level(hidden_states, visual_pos_masks, visual_embeds)
 
 
 class _Text(_Deepstack, Qwen3VLTextModel):

@@ -30,6 +30,7 @@ from gridsieve.services.generation.model.fixed_sizes import in_fixed_sizes
 from gridsieve.services.generation.model.fixed_states import FixedStateCache
 from gridsieve.services.generation.model.graphs import DecodeGraphs, shapes
 from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.levels import numbers
 from gridsieve.services.generation.model.media_embeds import uploaded
 from gridsieve.services.generation.model.states import RESERVED, StateCache
 from gridsieve.services.generation.request.attending import Attending
@@ -347,20 +348,25 @@ class Runner:
     ) -> Tensor:
         """The last hidden state of every row, [T, D]. Arguments as of `_forward`."""
         embeds: Tensor = self.model.embed_tokens(ids)
-        levels = {} if media_embeds is None else self._put_media(packed, embeds, media_embeds)
+        levels = None if media_embeds is None else self._put_media(packed, embeds, media_embeds)
         embeds = embeds[None]  # [1, T, D]
         positions = self.model.position_ids(to_device(packed.positions, self.model.device))
         batch, text = self._cache.batch(packed), self.model.text
         if watched:
             batch = WatchedBatch(self._cache, batch, watched)
         states = self._states.batch(packed) if self._states else None
-        if self._compiled is None or levels:
+        call: dict[str, Any] = {"inputs_embeds": embeds, "position_ids": positions, "use_cache": False}
+        if self._compiled is None:
+            if levels:
+                call["visual_pos_masks"], call["deepstack_visual_embeds"] = levels
             if states:
-                levels["states"] = states
-            output = text(inputs_embeds=embeds, position_ids=positions, use_cache=False, batch=batch, **levels)
+                call["states"] = states
+            output = text(**call, batch=batch)
         else:
-            with running(batch, states):
-                output = self._compiled(inputs_embeds=embeds, position_ids=positions, use_cache=False)
+            if self.model.embed_levels:
+                call["deepstack_visual_embeds"] = numbers(self.model.embed_levels)
+            with running(batch, states, levels):
+                output = self._compiled(**call)
         found: Tensor = output.last_hidden_state[0]
         return found
 
@@ -376,13 +382,11 @@ class Runner:
                 sizes, rows = request.prompt.num_kept, slice(end - count, end)
                 yield request, chunk, WatchedRows(rows, slots, request.media(), sizes, keeps=request.keeps)
 
-    def _put_media(self, packed: Packed, embeds: Tensor, media_embeds: Tensor) -> dict[str, Any]:
-        """Writes media rows into `embeds` [T, D], and returns the model's arguments for their further levels."""
+    def _put_media(self, packed: Packed, embeds: Tensor, media_embeds: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Writes media rows into `embeds` [T, D], and returns their indices and further levels, if there are any."""
         rows = to_device(packed.media_rows, self.model.device)
         embeds.index_copy_(0, rows, media_embeds[0])
-        if not self.model.embed_levels:
-            return {}
-        return {"visual_pos_masks": rows, "deepstack_visual_embeds": media_embeds[1:]}
+        return (rows, media_embeds[1:]) if self.model.embed_levels else None
 
 
 def _state_of(request: Request) -> SamplingState | None:

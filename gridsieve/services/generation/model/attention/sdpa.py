@@ -1,7 +1,7 @@
 """Attention by torch's SDPA, on any device, over a paged cache whose contexts are read in place or gathered.
 
     packed rows:  [s][s][s][   A   ][ B ]     single-token chunks first
-    A, B:         one call each, causal from the row's position in its sequence
+    A, B:         one call each, causal from the row's position in its sequence; by `products` where they are faster
     s, on a CPU:  if contexts are long, the longest run of adjacent blocks of each is read in place, by one call each;
                   the rest of all contexts is gathered into one padded tensor; the two results are merged by their
                   log-sum-exp
@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gridsieve.services.compute.transfers import to_device
+from gridsieve.services.generation.model.attention import products
 from gridsieve.services.generation.model.attention.cache import FP8, Batch, CacheSizes, write
 from gridsieve.services.generation.request.batch import Context, Int64Array, Packed, slots_of
 
@@ -112,13 +113,15 @@ class SdpaCache:
 class ChunkView:
     """One multi-token chunk: rows [first_row, end_row) of the packed batch and the slots of their sequence.
 
-    mask: [1, 1, rows, context], added to the scores; None if the chunk starts its sequence.
+    mask: [1, 1, rows, context], added to the scores; None if the chunk starts its sequence, or `by_products`.
+    by_products: whether it is computed by `products` and not by SDPA.
     """
 
     first_row: int
     end_row: int
     slots: Slots
     mask: Tensor | None
+    by_products: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,10 @@ class SdpaBatch:
         for view in self.chunks:
             own_keys, own_values = (read_slots(each, view.slots, query.dtype) for each in (keys, values))
             shared = heads // kv_heads
+            if view.by_products:
+                asking = query[:, view.first_row : view.end_row]
+                out[view.first_row : view.end_row] = products.attend(asking, own_keys[0], own_values[0], scaling)
+                continue
             if view.mask is not None and query.device.type in REPEATING_DEVICES:
                 own_keys, own_values = own_keys.repeat_interleave(shared, 1), own_values.repeat_interleave(shared, 1)
                 shared = 1
@@ -281,10 +288,11 @@ def _with_room(layer: Tensor, slots: Tensor, room: int, dtype: torch.dtype) -> T
 def _view(cache: SdpaCache, at: int, context: Context) -> ChunkView:
     """Of the chunk whose first packed row is `at`."""
     mask = None
-    if context.start:
+    by_products = context.tokens > SHORT_TOKENS and products.beat_sdpa(cache.keys[0].device.type, cache.dtype)
+    if context.start and not by_products:
         seen = torch.ones(context.tokens, context.end, dtype=torch.bool, device=cache.keys[0].device)
         mask = additive(seen.tril(context.start), cache.dtype)[None, None]
-    return ChunkView(at, at + context.tokens, _slots(cache, context), mask)
+    return ChunkView(at, at + context.tokens, _slots(cache, context), mask, by_products)
 
 
 def _short(cache: SdpaCache, chunks: Sequence[tuple[int, Context]]) -> ShortChunks:
