@@ -1,7 +1,7 @@
 """Causal attention of a chunk on processors that multiply bfloat16 faster than float32: the products of a few rows with
 all keys that they see, then a softmax, then the products with the values.
 
-    rows of a chunk:  [ 128 rows | 128 rows | rest ]      scores: [query heads, 128, keys seen], in the processor's cache
+    rows of a chunk:  [ 128 rows | 128 rows | rest ]      scores of [query heads, 128, keys seen] stay in cache
 
 SDPA's kernel takes twice as long on such processors of AMD, where it multiplies by MKL. It keeps scores in float32;
 here they are rounded to bfloat16, as by transformers' eager attention.
