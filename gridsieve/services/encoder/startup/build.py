@@ -21,6 +21,7 @@ from gridsieve.services.compute.rank_failure import RankFailure
 from gridsieve.services.encoder.settings import EncoderSettings
 from gridsieve.services.encoder.startup.adapters import with_adapters
 from gridsieve.services.encoder.startup.largest_forward import run_largest
+from gridsieve.services.encoder.tower.gelu import gelu_by_exp
 from gridsieve.services.encoder.tower.graphs import with_graphs, without_graphs
 from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.packing import Side
@@ -141,10 +142,14 @@ def compile_tower(tower: Tower) -> bool:
     sides = [fixed, fixed] if fixed else [Side(shape.merge * tokens, shape.merge * tokens) for tokens in (2, 3)]
     frames = [(shape.temporal_patch, rows * shape.patch_px, columns * shape.patch_px, 3) for rows, columns, *_ in sides]
     slices = [torch.zeros(each, dtype=shape.frame_dtype) for each in frames]
+    if forward.device.type == "cpu":
+        gelu_by_exp(forward.layers)
     compiled = compile_layers(forward.layers, lambda: tower.encode(slices))
     if compiled and tower.adapted:
         digest, adapted = next(iter(tower.adapted.items()))
         assert isinstance(adapted.forward, ModelForward)
         own = [each for each in adapted.forward.layers if each not in forward.layers]
+        if forward.device.type == "cpu":
+            gelu_by_exp(own)
         compiled = compile_layers(own, lambda: tower.encode(slices, digest))
     return compiled
