@@ -8,7 +8,6 @@ medians over all of them.
 from __future__ import annotations
 
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.models import CPU, SMALL, SMALL_RECURRENT, Layout
-from benchmarks.prompts import submit, text_prompt
+from benchmarks.prompts import text_prompt, timed_steps
 from benchmarks.report import run
 from benchmarks.table import Row, Timings
 from gridsieve.common.checkpoint import Checkpoint
@@ -29,7 +28,6 @@ from gridsieve.services.generation.model.determinism import made_deterministic
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.model.runner import Runner
 from gridsieve.services.generation.model.states import RESERVED
-from gridsieve.services.generation.sampling.sampler import SamplingParams
 from gridsieve.services.generation.startup.same_bits import use_equal_sizes
 
 PROMPT_TOKENS, STEPS = 512, 10
@@ -50,15 +48,10 @@ def steps(name: str, layout: Layout, rounds: int) -> list[Row]:
     for index in range(rounds + 1):
         for clients in CLIENTS:
             for kind, each in found.items():
-                engine = _engine(each, clients)
-                for _ in range(clients):
-                    prompt = text_prompt(PROMPT_TOKENS, random)
-                    submit(engine, prompt, SamplingParams(STEPS + 2), lambda _: None)
-                for step in range(1 + STEPS):
-                    start = time.perf_counter()
-                    engine.step()
+                prompts = [text_prompt(PROMPT_TOKENS, random) for _ in range(clients)]
+                for what, seconds in timed_steps(_engine(each, clients), prompts, STEPS):
                     if index:
-                        taken.add(f"{'decode' if step else 'prompt'} {clients} {kind}", time.perf_counter() - start)
+                        taken.add(f"{what} {clients} {kind}", seconds)
     rows = []
     for clients in CLIENTS:
         for key, what in (("decode", "a step that decodes"), ("prompt", f"prompts of {PROMPT_TOKENS} tokens")):

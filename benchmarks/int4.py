@@ -7,7 +7,6 @@ models are in this process and alternate in every round. The steps are the engin
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.models import CPU, QWEN2_5_VL_3B
-from benchmarks.prompts import submit, text_prompt
+from benchmarks.prompts import text_prompt, timed_steps
 from benchmarks.report import run
 from benchmarks.table import Row, Timings
 from demo.checkpoint import write_checkpoint
@@ -31,7 +30,6 @@ from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.memory.blocks import BlockAllocator
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.model.runner import Runner
-from gridsieve.services.generation.sampling.sampler import SamplingParams
 
 SHAPE = replace(QWEN2_5_VL_3B.shape, merges=64, layers=6, tower_depth=1, full_attention_blocks=(0,))
 PROMPT_TOKENS, STEPS = 32, 10
@@ -57,15 +55,10 @@ def steps(rounds: int) -> list[Row]:
                 for kind, model in found.items():
                     runner = Runner(model, BLOCKS, BLOCK_TOKENS)
                     engine = Engine(runner, BlockAllocator(BLOCKS, BLOCK_TOKENS), PROMPT_TOKENS * clients, clients, 8)
-                    for _ in range(clients):
-                        prompt = text_prompt(PROMPT_TOKENS, random)
-                        submit(engine, prompt, SamplingParams(STEPS + 2), lambda _: None)
-                    for step in range(1 + STEPS):
-                        start = time.perf_counter()
-                        engine.step()
+                    prompts = [text_prompt(PROMPT_TOKENS, random) for _ in range(clients)]
+                    for what, seconds in timed_steps(engine, prompts, STEPS):
                         if index:
-                            what = "decode" if step else "prompt"
-                            taken.add(f"{what} {clients} {kind}", time.perf_counter() - start)
+                            taken.add(f"{what} {clients} {kind}", seconds)
         sizes = {kind: size_bytes(model) for kind, model in found.items()}
     for name, what, goal in (
         ("decode 1", "a step that decodes, one client", 0.45),

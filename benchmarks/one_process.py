@@ -32,7 +32,8 @@ from gridsieve.services.generation.sampling.defaults import sampling_defaults
 from gridsieve.services.generation.sampling.detokenizer import Detokenizer, load_tokenizer
 from gridsieve.services.generation.sampling.params import SamplingRequest
 from gridsieve.services.preprocessing.conversation import Conversation, MediaRequest
-from gridsieve.services.preprocessing.planner import PlannedMedia, Planner
+from gridsieve.services.preprocessing.items.item import PlannedMedia
+from gridsieve.services.preprocessing.planner import Planner
 from gridsieve.services.preprocessing.prompt.turns import Turn
 from gridsieve.services.preprocessing.video.sampling import FrameSampling
 

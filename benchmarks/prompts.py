@@ -1,8 +1,9 @@
-"""Prompts of random text for the engine."""
+"""Prompts of random text for the engine, and how long it takes for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -25,3 +26,14 @@ def submit(engine: Engine, plan: PromptPlan, params: SamplingParams, on_event: C
     request = Request("bench", PrunedPrompt(plan, ()), (), params, None, on_event)
     engine.submit(request)
     return request
+
+
+def timed_steps(engine: Engine, prompts: Sequence[PromptPlan], steps: int) -> Iterator[tuple[str, float]]:
+    """Yields "prompt" and the seconds of the step that prefills all prompts, then "decode" and those of each of `steps`
+    steps."""
+    for each in prompts:
+        submit(engine, each, SamplingParams(steps + 2), lambda _: None)
+    for what in ("prompt", *["decode"] * steps):
+        start = time.perf_counter()
+        engine.step()
+        yield what, time.perf_counter() - start

@@ -15,7 +15,6 @@ Source: training-time test, EAGLE-3, arXiv 2503.01840.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
@@ -34,6 +33,7 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from demo.checkpoint import DEMO
 from demo.clips import FRAMES, TRAINING_SEEDS, VALIDATION_CLIPS, VALIDATION_SEEDS, cached_clips, scene_of
+from demo.flags import training_flags
 from demo.lessons import Lessons
 from demo.model import (
     TIME_STEP,
@@ -437,12 +437,8 @@ def validate(trainer: Trainer, held_out: Sequence[tuple[Encoded, list[Prompt]]],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=DEMO_DRAFT)
-    parser.add_argument("--cache", type=Path, default=Path("/tmp/gridsieve-demo"), help="where rendered clips are kept")
-    parser.add_argument("--clips", type=int, default=CLIPS)
+    parser = training_flags(__doc__, DEMO_DRAFT, CLIPS)
     parser.add_argument("--steps", type=int, default=1100)
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     train(args.output, args.cache, args.clips, args.steps, args.seed)
 

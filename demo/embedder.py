@@ -13,7 +13,6 @@ Source: InfoNCE, arXiv 1807.03748, with several right answers.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from demo.checkpoint import DEMO, save_checkpoint
 from demo.clips import TRAINING_SEEDS, VALIDATION_SEEDS, cached_clips, scene_of
 from demo.descriptions import Description, Event, altered, caption, described, exchanged, first_event, seen_in
 from demo.draft import encoded
+from demo.flags import training_flags
 from demo.lessons import COLUMNS, ROWS, Lessons
 from demo.model import TIME_STEP, PromptWriter, embed, use_uniform_windows
 from demo.scenes import Scene
@@ -247,13 +247,9 @@ def _validate(reader: Reader, part: Part) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=DEMO_EMBEDDER)
-    parser.add_argument("--cache", type=Path, default=Path("/tmp/gridsieve-demo"), help="where rendered clips are kept")
-    parser.add_argument("--clips", type=int, default=CLIPS)
+    parser = training_flags(__doc__, DEMO_EMBEDDER, CLIPS)
     parser.add_argument("--from", dest="start_from", type=Path, default=DEMO_MODEL, help="a checkpoint to go on from")
     parser.add_argument("--minutes", type=float, default=45)
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     train(args.output, args.cache, args.clips, args.start_from, args.minutes, args.seed)
 

@@ -8,7 +8,6 @@ model's embedding and output layer. Each stage follows the wall clock. The weigh
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 from dataclasses import replace
@@ -25,6 +24,7 @@ from benchmarks.drafts import MTP_MODEL
 from demo.clips import TRAINING_SEEDS, VALIDATION_SEEDS, cached_clips, scene_of
 from demo.distillation import begin, loss_of
 from demo.draft import Encoded, Trainer, batches, encoded, optimisers, unseen_clips, validate
+from demo.flags import training_flags
 from demo.lessons import Lessons
 from demo.model import UNSUPERVISED, Prompt, PromptWriter, answer_logits, use_uniform_windows
 from demo.recurrent import branched_states, make_model, media_of, save
@@ -161,12 +161,8 @@ def judge(model: Any, writer: PromptWriter, held_out: list[tuple[Encoded, list[P
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=MTP_MODEL)
-    parser.add_argument("--cache", type=Path, default=Path("/tmp/gridsieve-demo"), help="where rendered clips are kept")
-    parser.add_argument("--clips", type=int, default=CLIPS)
+    parser = training_flags(__doc__, MTP_MODEL, CLIPS)
     parser.add_argument("--minutes", type=float, default=45)
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     train(args.output, args.cache, args.clips, args.minutes, args.seed)
 

@@ -13,7 +13,6 @@ at the time, through a head that is discarded afterwards: there, picture and sou
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -34,6 +33,7 @@ from transformers import (
 from demo.checkpoint import DEMO
 from demo.clips import TRAINING_SEEDS, VALIDATION_SEEDS, cached_clips, scene_of
 from demo.draft import Encoded, encoded
+from demo.flags import training_flags
 from demo.lessons import Lessons
 from demo.model import UNSUPERVISED, Media, Mixed, Prompt, PromptWriter, answer_logits, embed, use_uniform_windows
 from demo.questions import Question, questions_about
@@ -292,13 +292,9 @@ def _as_they_are(demo: Any, seeds: Sequence[int], clips: Any) -> Encoded:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=DEMO_TONES)
-    parser.add_argument("--cache", type=Path, default=Path("/tmp/gridsieve-demo"), help="where rendered clips are kept")
-    parser.add_argument("--clips", type=int, default=CLIPS)
+    parser = training_flags(__doc__, DEMO_TONES, CLIPS)
     parser.add_argument("--from", dest="start_from", type=Path, help="a checkpoint to go on from")
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     train(args.output, args.cache, args.clips, args.start_from, args.minutes, args.seed)
 

@@ -16,7 +16,7 @@ from inspect import ismodule
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gridsieve.client import *  # noqa: F403
+    from gridsieve.client import *  # noqa: F403  (for type checkers)
 
 
 def __getattr__(name: str) -> Any:

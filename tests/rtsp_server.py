@@ -19,7 +19,7 @@ import gi
 
 for name in ("Gst", "GstRtsp", "GstRtspServer"):
     gi.require_version(name, "1.0")
-from gi.repository import Gio, GLib, Gst, GstRtsp, GstRtspServer  # noqa: E402
+from gi.repository import Gio, GLib, Gst, GstRtsp, GstRtspServer  # noqa: E402  (by these versions)
 
 
 def tell(factory: object, media: GstRtspServer.RTSPMedia, path: str) -> None:

@@ -59,7 +59,8 @@ def main() -> int:
     device = torch.zeros(1, device=device).device  # `cuda` has no index, and would not equal its tensors' device
     if args.call is None:
         command = [sys.executable, "-m", "benchmarks.gpu"]
-        return int(any([subprocess.call([*command, each, *sys.argv[1:]]) for each in DEFAULT_CALLS]))  # noqa: C419
+        ended = [subprocess.call([*command, each, *sys.argv[1:]]) for each in DEFAULT_CALLS]
+        return int(any(ended))
     folder = args.out or (Path(__file__).parents[1] if device.type == "cuda" else Path())
     faulthandler.dump_traceback_later(60 * args.minutes, exit=True, file=STDERR)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 import traceback
@@ -119,7 +118,7 @@ class Call:
         self._lines.flush()
         new = self.file.with_suffix(".new")
         new.write_text(self.markdown() + "\n", encoding="utf-8")
-        os.replace(new, self.file.with_suffix(".md"))  # noqa: PTH105
+        new.replace(self.file.with_suffix(".md"))
 
     def _progress(self, what: str) -> None:
         print(f"{self._limit_s - self.left_s:.0f} s, {self._part}: {what}", file=sys.stderr, flush=True)

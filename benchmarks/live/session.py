@@ -18,7 +18,7 @@ QUESTION = "What happens in the video?"
 
 
 class Session:
-    """A call that was made. dropped: frames that were, as far as responses were read; usage: the last one that came."""
+    """A Live call. dropped: frames that the responses read so far report as dropped. usage: the last one among them."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._call: Any = GenerationServiceStub(channel).Live()
@@ -42,14 +42,15 @@ class Session:
 
     async def read(self) -> LiveResponse | None:
         """The next response; None at the end of the call."""
-        response = await self._call.read()
-        if response is grpc.aio.EOF:
+        arrived = await self._call.read()
+        if arrived is grpc.aio.EOF:
             return None
+        response: LiveResponse = arrived
         self.dropped += response.dropped.frames
         kind = response.WhichOneof("response")
         if kind in ("slice", "finished"):
             self.usage = getattr(response, kind).usage
-        return response  # type: ignore[no-any-return]
+        return response
 
     async def until(self, *kinds: str) -> None:
         """Reads up to the next response of one of these kinds."""

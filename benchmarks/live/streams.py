@@ -20,11 +20,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import grpc
 import torch
 
 from benchmarks.clips import write_repeated
@@ -201,7 +203,7 @@ class _Trial:
     async def run(self) -> None:
         """Raises a group of _TooLate."""
         async with open_channel(self._address, NO_CREDENTIALS) as channel:
-            opened = {
+            opened: dict[str, Any] = {
                 "fps": FPS,
                 "max_pixels": self._load.max_pixels,
                 "pruning": PRUNINGS[self._load.pruning],
@@ -223,9 +225,9 @@ class _Trial:
                 for each in watching:
                     each.cancel()
 
-    async def _watch(self, channel: object, place: int, opened: dict[str, object]) -> None:
+    async def _watch(self, channel: grpc.aio.Channel, place: int, opened: Mapping[str, Any]) -> None:
         await asyncio.sleep(place / self._count * CHUNK_S)
-        async with Session.opened(channel, source=self._cameras.url(place), **opened) as session:  # type: ignore[arg-type]
+        async with Session.opened(channel, source=self._cameras.url(place), **opened) as session:
             last_s, alerts = 0.0, 0
             while True:
                 try:

@@ -31,6 +31,6 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
         }
         command(**made, **given)
 
-    run.__signature__ = Signature(flat)  # type: ignore[attr-defined]
+    run.__signature__ = Signature(flat)  # type: ignore[attr-defined]  # `inspect` reads it
     run.__annotations__ = {each.name: each.annotation for each in flat}
     return run

@@ -31,7 +31,7 @@ from gridsieve.client.answer import (
 from gridsieve.client.credentials import Access, credentials_of
 from gridsieve.client.events import event_of, usage_of
 from gridsieve.client.live import LiveSession
-from gridsieve.client.messages import embed_request, generate_request, in_words_of_python, live_open, score_request
+from gridsieve.client.messages import embed_request, generate_request, live_open, python_remedies, score_request
 from gridsieve.client.prompt import LiveOptions, Message, Options, PartLike, ReadOptions, user_turn
 from gridsieve.client.vectors import Content, Embedding, Score, parts_of, together
 from gridsieve.common.affinity import Affinity, media_key
@@ -212,7 +212,7 @@ class GridsieveClient:
         given: Metadata,
     ) -> Any:
         """The response to a request about the media of this key, which is sent again as `events` does."""
-        with in_words_of_python(), self._affinity.of(key) as same_replica:
+        with python_remedies(), self._affinity.of(key) as same_replica:
             sent = (*_named(request.request_id), *given, *same_replica, *self._token)
             attempts = Attempts(self._retries, sent, options.get("timeout_s"))
             while True:
@@ -269,7 +269,7 @@ class GridsieveClient:
         """
         request = await asyncio.to_thread(generate_request, messages, options)
         del messages  # their media may be large, and are in the request now
-        with in_words_of_python(), self._affinity.of(media_key(request.prompt)) as same_replica:
+        with python_remedies(), self._affinity.of(media_key(request.prompt)) as same_replica:
             sent = (*_named(request.request_id), *metadata, *same_replica, *self._token)
             attempts = Attempts(self._retries, sent, options.get("timeout_s"))
             answered = False

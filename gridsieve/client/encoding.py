@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gridsieve.client.credentials import Access, credentials_of
-from gridsieve.client.messages import add_messages, in_words_of_python, pruning_message
+from gridsieve.client.messages import add_messages, pruning_message, python_remedies
 from gridsieve.client.prompt import Embeds, PartLike, Pruning, user_turn
 from gridsieve.common.channels import end_writing, open_channel, upstream_errors, write_to
 from gridsieve.common.contract.errors import InvalidRequest, PeerContract
@@ -127,7 +127,7 @@ async def encode(
     pieces: dict[int, list[encoder_pb2.EmbedsChunk]] = defaultdict(list)
     async with open_channel(encoder, credentials) as channel:
         stub = encoder_pb2_grpc.EncoderServiceStub(channel)
-        with in_words_of_python(), upstream_errors("encoder"):
+        with python_remedies(), upstream_errors("encoder"):
             answers = responses(stub.Encode(metadata=credentials.metadata), first, select_all)
             plan, _ = await received_plan(lambda: anext(answers, None))
             check_media(plan, first.prompt.prompt)

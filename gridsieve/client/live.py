@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from gridsieve.client.answer import Answer, Delta, Finished
 from gridsieve.client.events import LiveEvents
 from gridsieve.client.live_events import LiveDelta, LiveEvent, LiveFinished, LiveRefused
-from gridsieve.client.messages import in_words_of_python, live_ask
+from gridsieve.client.messages import live_ask, python_remedies
 from gridsieve.client.prompt import Sampling, StrPath
 from gridsieve.common.channels import read_from, write_to
 from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, PeerContract
@@ -208,7 +208,7 @@ class LiveSession:
 
     async def _next(self) -> LiveResponse | None:
         """None at the end. Raises the error that the session ended with."""
-        with in_words_of_python():
+        with python_remedies():
             response: LiveResponse | None = await read_from(self._call, "generation")
             return response
 

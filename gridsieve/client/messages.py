@@ -264,8 +264,8 @@ def add_messages(prompt: prompt_pb2.Prompt, messages: Sequence[Message]) -> None
 
 
 @contextmanager
-def in_words_of_python() -> Iterator[None]:
-    """Replaces the remedy for files that are too large by the one for callers of this package."""
+def python_remedies() -> Iterator[None]:
+    """Errors inside that are about files that are too large say what callers of this package can do."""
     try:
         yield
     except GridsieveError as error:

@@ -73,6 +73,7 @@ class ModelFamily:
 
 # What the model types of a folder have in common.
 _QWEN = partial(ModelFamily, folder="gridsieve.families.qwen", methods=METHODS, divisible=True)
+_OMNI = partial(_QWEN, sound="sound:load_sound_tower", positions="M-RoPE, time in seconds", media=tuple(Modality))
 _QWEN3 = partial(_QWEN, prompt="prompt:Qwen3VL.from_checkpoint", positions=_STAMPED, live=True)
 _QWEN3_5 = partial(_QWEN3, tower="tower:load_qwen3_5")
 _GLM = partial(
@@ -120,16 +121,13 @@ FAMILIES = (
         positions="M-RoPE, time in seconds",
         live=True,
     ),
-    _QWEN(
+    _OMNI(
         model_type="qwen2_5_omni",
         models="Qwen2.5-Omni, its thinker",
         prompt="prompt:Qwen25Omni.from_checkpoint",
         tower="tower:load_qwen2_5_omni",
         text="text:QWEN2_5_OMNI",
-        sound="sound:load_sound_tower",
-        positions="M-RoPE, time in seconds",
         limits="no spoken answers; sounds of at most 5 minutes",
-        media=tuple(Modality),
         divisible=False,
     ),
     _QWEN3(
@@ -146,16 +144,13 @@ FAMILIES = (
     ),
     _QWEN3_5(model_type="qwen3_5", models="Qwen3.5, 3.6, 3.8", text="text:QWEN3_5"),
     _QWEN3_5(model_type="qwen3_5_moe", models="Qwen3.5, 3.6, 3.8, mixture of experts", text="text:QWEN3_5_MOE"),
-    _QWEN(
+    _OMNI(
         model_type="qwen3_omni_moe",
         models="Qwen3-Omni, its thinker",
         prompt="prompt:Qwen3Omni.from_checkpoint",
         tower="tower:load_qwen3_omni",
         text="text:QWEN3_OMNI_MOE",
-        sound="sound:load_sound_tower",
-        positions="M-RoPE, time in seconds",
         limits="no spoken answers; sounds of at most 327 seconds",
-        media=tuple(Modality),
         live=True,
     ),
     ModelFamily(

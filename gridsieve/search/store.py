@@ -138,7 +138,7 @@ class Store(ABC):
         """Drops moments of contents that neither are named nor belong to a film."""
         named = f"digest NOT IN ({', '.join('?' * len(digests))}) AND " if digests else ""
         self._run(
-            f"DELETE FROM gridsieve_moments WHERE {named}digest NOT IN (SELECT digest FROM gridsieve_films)",  # noqa: S608
+            f"DELETE FROM gridsieve_moments WHERE {named}digest NOT IN (SELECT digest FROM gridsieve_films)",  # noqa: S608  (placeholders)
             *digests,
         )
 
@@ -153,7 +153,7 @@ class Store(ABC):
     def nearest(self, vector: NDArray[np.float32], limit: int) -> list[FilmMoment]:
         """So many moments, the nearest first. vector: float32 [D]."""
         rows = self._run(
-            f"SELECT f.path, m.start_s, m.end_s, 1 - ({self._DISTANCE}) AS score "  # noqa: S608
+            f"SELECT f.path, m.start_s, m.end_s, 1 - ({self._DISTANCE}) AS score "  # noqa: S608  (a constant)
             "FROM gridsieve_films f JOIN gridsieve_moments m USING (digest) "
             "ORDER BY score DESC, f.path, m.start_s LIMIT ?",
             *(self._vector(vector), limit),

@@ -19,7 +19,8 @@ import pytest
 from gridsieve.common import handover
 from gridsieve.common.contract.errors import InvalidRequest, Overloaded, PeerContract
 from gridsieve.common.handover import Receiver, Sender, receiver_of, sender_to
-from gridsieve.common.sealed_memory import SealedMemory, sealed
+from gridsieve.common.sealed_memory import SealedMemory
+from tests.sealed_memory import memory_of, unsealed
 
 MIB = 2**20
 BYTES = bytes(range(256)) * 16
@@ -52,10 +53,6 @@ async def sender(receiver: Receiver) -> AsyncIterator[Sender]:
     with sender_to(receiver.address, "Encode") as made:
         assert made is not None
         yield made
-
-
-def memory_of(content: bytes) -> SealedMemory:
-    return SealedMemory(sealed(memoryview(content)))
 
 
 async def hand_over(sender: Sender, content: bytes) -> None:
@@ -166,12 +163,6 @@ async def test_strangers_of_the_same_user_are_passed_over(receiver: Receiver) ->
                 with suppress(ConnectionResetError):  # closed with unread data
                     assert closed.recv(1) == b""
                 closed.close()
-
-
-def unsealed(content: bytes) -> SealedMemory:
-    memory = SealedMemory()
-    memory.write(memoryview(content))
-    return memory
 
 
 def file(content: bytes) -> SealedMemory:

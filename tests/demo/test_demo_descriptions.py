@@ -8,18 +8,12 @@ import torch
 
 from demo.descriptions import Event, altered, caption, described, seen_in
 from demo.embedder import contrast
-from demo.scenes import Motion, Scene, Thing
+from demo.scenes import Motion, Thing
+from tests.demo.scenes import scene
 
-SCENE = Scene(
-    things=(
-        Thing("blue", "square", 0.8, 0.2, 0.1),
-        Thing("red", "circle", 0.7, 0.7, 0.1, motion=Motion("left", 2.0, 4.0, 0.4)),
-    ),
-    background="plain",
-    side_px=112,
-    fps=4,
-    noise=0.0,
-    seed=0,
+SCENE = scene(
+    Thing("blue", "square", 0.8, 0.2, 0.1),
+    Thing("red", "circle", 0.7, 0.7, 0.1, motion=Motion("left", 2.0, 4.0, 0.4)),
 )
 MOVES = Event("red", "circle", "left"), Event("blue", "square", "still", "top right")
 

@@ -6,19 +6,13 @@ from random import Random
 
 import numpy as np
 
-from demo.scenes import Motion, Scene, Thing
+from demo.scenes import Motion, Thing
 from demo.tracks import RATE, Tone, Track, heard_questions, random_track, samples_of
+from tests.demo.scenes import scene
 
-SCENE = Scene(
-    things=(
-        Thing("blue", "square", 0.8, 0.2, 0.1, motion=Motion("down", 9.0, 11.0, 0.4)),
-        Thing("red", "circle", 0.7, 0.7, 0.1, motion=Motion("left", 2.0, 4.0, 0.4)),
-    ),
-    background="plain",
-    side_px=112,
-    fps=4,
-    noise=0.0,
-    seed=0,
+SCENE = scene(
+    Thing("blue", "square", 0.8, 0.2, 0.1, motion=Motion("down", 9.0, 11.0, 0.4)),
+    Thing("red", "circle", 0.7, 0.7, 0.1, motion=Motion("left", 2.0, 4.0, 0.4)),
 )
 TRACK = Track((Tone("high", 1000.0, 6.0), Tone("low", 200.0, 16.0)), loudness=0.5, noise=0.0, seed=0)
 

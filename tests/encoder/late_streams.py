@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import pytest
@@ -112,7 +113,7 @@ class LateDevice:
     def call(self, function: Any, arguments: Any, named: Any) -> Any:
         """Queues an operator on the current stream. Views are made at once; reading a value waits."""
         plain, plain_named = tree_map(_on_host, (arguments, named))
-        work = lambda: function(*plain, **plain_named)  # noqa: E731
+        work = partial(function, *plain, **plain_named)
         if function is torch.ops.aten._local_scalar_dense.default:
             self.wait(self.current)
             return work()

@@ -273,8 +273,7 @@ def test_each_rank_has_a_gpu_of_its_own(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     # Of a device without an index, torch makes tensors on the current one.
     current = {torch.device("cuda"): torch.device("cuda:0")}
-    zeros = lambda _, device: SimpleNamespace(device=current.get(device, device))  # noqa: E731
-    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch, "zeros", lambda _, device: SimpleNamespace(device=current.get(device, device)))
     if isinstance(found, str):
         with pytest.raises(StartupError, match=found):
             device_of(device, "--data-parallel", 3)

@@ -12,22 +12,13 @@ import torch
 from gridsieve.common import response_queue
 from gridsieve.common.contract import errors
 from gridsieve.common.handover import Receiver
-from gridsieve.common.sealed_memory import SealedMemory, sealed
+from gridsieve.common.sealed_memory import SealedMemory
 from gridsieve.services.encoder.items.item import in_shared_memory
 from gridsieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from tests.common.loopback import TIMEOUT_S, eventually
 from tests.encoder.encoder_peers import VIDEO, video
 from tests.encoder.encoder_service import SELECT_ALL, Stack, embeds_in, first_request, item_bytes, read_all
-
-
-def memory_of(content: bytes) -> SealedMemory:
-    return SealedMemory(sealed(memoryview(content)))
-
-
-def unsealed(content: bytes) -> SealedMemory:
-    memory = SealedMemory()
-    memory.write(memoryview(content))
-    return memory
+from tests.sealed_memory import memory_of, unsealed
 
 
 def asking(address: bytes, rate: float = 0.5, *contents: int) -> EncodeRequest:

@@ -67,21 +67,24 @@ def begin_reading(embeds: Sequence[Tensor]) -> Readback:
         return Readback(*[each[:, ::2] + 0 for each in embeds])
 
 
-def check_read(readings: Sequence[Readback], slices: Sequence[Sequence[Tensor]]) -> None:
-    for reading, encoded in zip(readings, slices, strict=True):
+def check_read(
+    encode: Callable[[Sequence[Tensor]], Sequence[Tensor]], batches: Sequence[Sequence[Tensor]], device: LateDevice
+) -> None:
+    """What is read of forwards is of their own frames, though all are launched before the first is waited for."""
+    launched = [(encode(slices), Computed(CUDA)) for slices in batches]
+    assert device.waits == 0
+    readings = []
+    for embeds, computed in launched:
+        computed.wait()
+        readings.append(begin_reading(embeds))
+    for reading, encoded in zip(readings, batches, strict=True):
         for found, frames in zip(reading.wait(), encoded, strict=True):
             assert torch.equal(found, embeds_of([frames])[:, ::2])
 
 
 def test_forwards_that_are_launched_before_the_last_is_computed_read_their_own_frames(device: LateDevice) -> None:
     batches = [slices_of((2, 3), (1, 4)), slices_of((2, 3), (1, 4), (5, 1))]
-    launched = [(TOWER.encode(slices), Computed(CUDA)) for slices in batches]
-    assert device.waits == 0
-    readings = []
-    for embeds, computed in launched:
-        computed.wait()
-        readings.append(begin_reading(embeds))
-    check_read(readings, batches)
+    check_read(TOWER.encode, batches, device)
 
 
 class LateGraphs:
@@ -143,13 +146,7 @@ def test_embeddings_that_arrive_late_from_a_rank_are_read(device: LateDevice) ->
     group = LateGroup(device, encoded_by_the_rank())
     others: Any = SimpleNamespace(send=lambda rank, order: told.append(order), receive=lambda *_: DONE)
     towers = DataParallelTower(TOWER, others, 2, Exchange(group), MOST_TOKENS, RankFailure())
-    launched = [(towers.encode(slices), Computed(CUDA)) for slices in batches]
-    assert device.waits == 0
-    readings = []
-    for embeds, computed in launched:
-        computed.wait()
-        readings.append(begin_reading(embeds))
-    check_read(readings, batches)
+    check_read(towers.encode, batches, device)
     assert len(group.sent) == 2
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import numpy as np
@@ -248,7 +249,10 @@ async def test_a_source_that_lasts_longer_than_a_session_may_ends_once() -> None
     watch = Mock(open=AsyncMock(), events=film)
     media = Mock(watch=Mock(return_value=watch))
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:  # which ends once the source is not watched any more
-        see = lambda frame, time_s: frames.pair(frame.picture, time_s)  # noqa: E731
+
+        def see(frame: Any, time_s: float) -> None:
+            frames.pair(frame.picture, time_s)
+
         Streams(media, 2, dict, see, frames.end_stream, tell, group).watch("rtsp://camera.test/", True, Mock())
     assert [state for state, _ in told] == [StreamState.PLAYING, StreamState.ENDED]
     assert f"within {MAX_LENGTH_S} s of the first frame's, 3" in told[1][1]

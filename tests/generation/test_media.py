@@ -16,7 +16,7 @@ from gridsieve.common.contract import errors
 from gridsieve.common.contract.plan import FrameShape, Grid, Modality, PromptPlan
 from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.common.contract.wire import int32_tensor
-from gridsieve.common.sealed_memory import SealedMemory, sealed
+from gridsieve.common.sealed_memory import SealedMemory
 from gridsieve.services.generation.request.encoded_media import MediaItem
 from gridsieve.services.generation.request.encoded_media_cache import encoded_media_key
 from gridsieve.services.generation.stage_clock import StageClock
@@ -48,6 +48,7 @@ from tests.generation.media_client import (
     parted_items,
     receive_all,
 )
+from tests.sealed_memory import memory_of, unsealed
 
 
 def test_media_encoded_otherwise_have_other_keys() -> None:
@@ -320,16 +321,6 @@ async def test_a_plan_that_contradicts_prompt_or_model_is_a_violation(
 
 
 # --- shared memory, values that are not finite, and which items are the same ---------------------------------------
-
-
-def memory_of(content: bytes) -> SealedMemory:
-    return SealedMemory(sealed(memoryview(content)))
-
-
-def unsealed(content: bytes) -> SealedMemory:
-    memory = SealedMemory()
-    memory.write(memoryview(content))
-    return memory
 
 
 ITEMS = [*embeds_messages(0, VIDEO_EMBEDS, KEPT), *embeds_messages(1, IMAGE_EMBEDS, None)]

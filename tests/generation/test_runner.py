@@ -149,7 +149,8 @@ def test_experts_load_one_by_one_as_published_beside_an_output_layer_that_the_co
     """Of InternVL 3.5, whose config leaves out tie_word_embeddings: true, by the default of transformers' class."""
     folder = changed(checkpoints(family), tmp_path / "other", tie_word_embeddings=True)
     with safe_open(folder / "model.safetensors", framework="pt") as file:
-        assert f"{FAMILIES[family].text_prefix}layers.1.mlp.experts.3.up_proj.weight" in file.keys()  # noqa: SIM118
+        names = file.keys()
+    assert f"{FAMILIES[family].text_prefix}layers.1.mlp.experts.3.up_proj.weight" in names
     assert answer(load(folder)) == answer_of_transformers(family, folder)
 
 

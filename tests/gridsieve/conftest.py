@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from gridsieve.__main__ import app
 from gridsieve.v1 import encoder_pb2_grpc, generation_pb2_grpc, preprocessing_pb2_grpc
 from tests.gridsieve.fake_services import FakeServices
+from tests.gridsieve.films import FakeEmbedder
 from tests.gridsieve.stack import write_stand_ins
 from tests.served import served
 
@@ -49,6 +50,21 @@ def address(services: FakeServices, tmp_path: Path) -> Iterator[str]:
         preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(services, server)
 
     with served(register, f"unix:{tmp_path}/all.sock") as address:
+        yield address
+
+
+@pytest.fixture
+def embedder() -> FakeEmbedder:
+    return FakeEmbedder()
+
+
+@pytest.fixture
+def embeds(embedder: FakeEmbedder, tmp_path: Path) -> Iterator[str]:
+    """The address of the embedder."""
+    with served(
+        lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(embedder, server),
+        f"unix:{tmp_path}/embedder.sock",
+    ) as address:
         yield address
 
 

@@ -35,11 +35,10 @@ from gridsieve.moments import FolderIndex
 from gridsieve.moments.films import cut_film
 from gridsieve.search.films import FilmFile, FilmMoment, Span
 from gridsieve.search.sqlite_store import SqliteStore
-from gridsieve.v1 import generation_pb2, generation_pb2_grpc
+from gridsieve.v1 import generation_pb2
 from tests.gridsieve.checkout import ROOT
 from tests.gridsieve.fake_services import FakeServices
 from tests.gridsieve.films import BLUE, GREEN, RED, FakeEmbedder, indexed, write_film
-from tests.served import served
 
 Run = Callable[..., Result]
 
@@ -82,21 +81,6 @@ def store(request: pytest.FixtureRequest) -> Iterator[tuple[str, ...]]:
     yield ("--store", url)
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute("DROP TABLE IF EXISTS gridsieve_settings, gridsieve_films, gridsieve_moments")
-
-
-@pytest.fixture
-def embedder() -> FakeEmbedder:
-    return FakeEmbedder()
-
-
-@pytest.fixture
-def embeds(embedder: FakeEmbedder, tmp_path: Path) -> Iterator[str]:
-    """The address of the embedder."""
-    with served(
-        lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(embedder, server),
-        f"unix:{tmp_path}/embedder.sock",
-    ) as address:
-        yield address
 
 
 @pytest.fixture

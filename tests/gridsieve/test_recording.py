@@ -8,7 +8,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,9 @@ from gridsieve.client.client import GridsieveClient
 from gridsieve.client.live_events import Filmed, LiveSlice, LiveUsage, WallClock
 from gridsieve.common.contract.plan import Grid
 from gridsieve.moments.recording import Recording
-from gridsieve.v1 import generation_pb2_grpc
 from gridsieve.v1.generation_pb2 import EmbedResponse, LiveAsk
 from tests.gridsieve.fake_services import BEGAN_S, FakeServices
 from tests.gridsieve.films import BLUE, GREEN, RED, FakeEmbedder, write_film
-from tests.served import served
 
 Run = Callable[..., Result]
 COLOURS = (RED, GREEN, BLUE)
@@ -60,15 +58,6 @@ class Colours(FakeEmbedder):
 @pytest.fixture
 def embedder() -> Colours:
     return Colours()
-
-
-@pytest.fixture
-def embeds(embedder: Colours, tmp_path: Path) -> Iterator[str]:
-    with served(
-        lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(embedder, server),
-        f"unix:{tmp_path}/embedder.sock",
-    ) as address:
-        yield address
 
 
 @pytest.fixture

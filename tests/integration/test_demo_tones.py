@@ -7,23 +7,19 @@ from collections.abc import Iterator
 import pytest
 
 from demo.drawing import encode
-from demo.scenes import Motion, Scene, Thing
+from demo.scenes import Motion, Thing
 from demo.tracks import Tone, Track, samples_of
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.prompt import Audio, Pruning, Video
 from gridsieve.common.checkpoint import DEMO_TONES
 from tests import media
+from tests.demo.scenes import scene
 from tests.integration.fleet import Stack, running
 
-SCENE = Scene(
-    things=(
-        Thing("red", "circle", x=0.25, y=0.25, half=0.14, motion=Motion("down", 2.5, 5.0, 0.4)),
-        Thing("blue", "square", x=0.75, y=0.6, half=0.15, motion=Motion("up", 10.0, 12.5, 0.35)),
-    ),
+SCENE = scene(
+    Thing("red", "circle", x=0.25, y=0.25, half=0.14, motion=Motion("down", 2.5, 5.0, 0.4)),
+    Thing("blue", "square", x=0.75, y=0.6, half=0.15, motion=Motion("up", 10.0, 12.5, 0.35)),
     background="gradient",
-    side_px=112,
-    fps=4,
-    noise=0.0,
     seed=3,
 )
 FALLING = Track((Tone("high", 1200.0, 7.5), Tone("low", 220.0, 16.0)), loudness=0.3, noise=0.0003, seed=1)

@@ -14,7 +14,7 @@ from gridsieve.client.prompt import Video
 from gridsieve.v1.generation_pb2 import LiveFrame, RawFrame
 from tests import media
 from tests.integration.fleet import Fleet
-from tests.integration.test_live import watching
+from tests.integration.live import watching
 from tests.preprocessing.media_server import ok, serving
 
 ROUNDS = 2

@@ -3,21 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import gzip
-import hashlib
-import http.client
 import io
 import json
-import re
-import socket
-import time
-import zlib
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, closing
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -29,11 +17,10 @@ import pytest
 
 from gridsieve import Frames, GridsieveClient, Image, Message, Pruning, Text, Video, encode
 from gridsieve.client.prompt import Options
-from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, MediaForbidden, MediaRejected
 from tests import media
-from tests.integration.conftest import MAX_INLINE_BYTES, OTHER_NAME, SEEING, SERVED_NAME, UPLOAD_MAX_BYTES, metric
+from tests.integration.conftest import OTHER_NAME, SEEING, SERVED_NAME, metric
 from tests.integration.fleet import Stack, metric_in, until
-from tests.integration.gateway import Gateway, brought, data_url, gateway, image, question, video
+from tests.integration.gateway import Gateway, brought, data_url, image, question, video
 from tests.integration.test_metrics import assert_documented
 from tests.preprocessing.media_server import ok, serving
 from tests.preprocessing.preprocessing_media import clip
@@ -44,7 +31,6 @@ CLIP_URL, OTHER_URL = data_url("video/mp4", CLIP), data_url("video/mp4", OTHER)
 FRAMES = tuple(media.picture(112, 112, seed) for seed in range(4))
 PICTURE_URL = data_url("image/png", PICTURE)
 RUNNING = "gridsieve_requests_running"
-LARGER = "upload larger files to /v1/files, or give an https URL or a file: path below --media-root"
 GREEDY = Options(temperature=0, max_new_tokens=8, logprobs=True)
 
 
@@ -299,175 +285,6 @@ async def test_a_medium_is_the_same_from_every_source(
     http.delete(f"/v1/files/{kept['id']}")
 
 
-def test_broken_and_large_bodies_and_unknown_paths_have_a_status(http: httpx.Client) -> None:
-    broken = http.post("/v1/chat/completions", content=b'{"messages": [')
-    error = broken.json()["error"]
-    assert (broken.status_code, error["message"][:26], error["param"]) == (400, "the body is not valid JSON", None)
-    limit = MAX_INLINE_BYTES * 4 // 3 + 4 * 2**20
-    pieces = (bytes(2**20) for _ in range(20))
-    bomb = gzip.compress(bytes(20 * 2**20), 1)
-    for body, encoding in ((pieces, "identity"), (bomb, "gzip")):
-        large = http.post("/v1/chat/completions", content=body, headers={"content-encoding": encoding})
-        assert (large.status_code, large.json()["error"]["code"]) == (413, "TOO_LARGE")
-        told = (
-            rf"the body has at least \d+ bytes, at most {limit} are allowed: --max-inline-bytes is {MAX_INLINE_BYTES}"
-        )
-        assert re.fullmatch(f"{told}; {LARGER}", large.json()["error"]["message"])
-    assert http.get("/v1/moderations").status_code == 404
-    assert http.get("/v1/chat/completions").status_code == 405
-
-
-def test_a_body_is_refused_by_the_size_that_it_announces_and_then_read_to_its_end(door: Gateway) -> None:
-    """A connection that was closed with bytes unread would be reset, and the answer lost."""
-    with closing(http.client.HTTPConnection("127.0.0.1", door.port, timeout=30)) as connection:
-        connection.putrequest("POST", "/v1/chat/completions")
-        connection.putheader("content-length", str(20 * 2**20))
-        connection.endheaders()
-        refused = connection.getresponse()
-        message = json.loads(refused.read())["error"]["message"]
-        assert (refused.status, message[: message.index(",")]) == (413, f"the body has {20 * 2**20} bytes")
-        assert message.endswith(LARGER)
-        for _ in range(20):
-            connection.sock.sendall(bytes(2**20))
-        connection.request("GET", "/version")
-        assert connection.getresponse().status == 200
-
-
-def test_inline_media_above_their_limit_are_refused_with_what_to_do(http: httpx.Client) -> None:
-    """In a body that is not too large: generation refuses them."""
-    large = base64.b64encode(bytes(MAX_INLINE_BYTES + 1)).decode()
-    body = json.dumps(question(video("data:;base64,"), "?")).replace(',"}}', f',{large}"}}}}')
-    refused = http.post("/v1/chat/completions", content=body)
-    told = f"messages hold {MAX_INLINE_BYTES + 1} bytes of inline media, --max-inline-bytes is {MAX_INLINE_BYTES}"
-    assert (refused.status_code, refused.json()["error"]["message"]) == (400, f"{told}; {LARGER}")
-
-
-def test_a_body_may_be_compressed_in_gzip_and_deflate_alone(http: httpx.Client) -> None:
-    def sent(encoding: str, body: bytes) -> httpx.Response:
-        return http.post("/v1/chat/completions", content=body, headers={"content-encoding": encoding})
-
-    body = json.dumps(question("Why?")).encode()
-    plain = http.post("/v1/chat/completions", content=body).json()["choices"]
-    for encoding, compressed in (("gzip", gzip.compress(body)), ("Deflate", zlib.compress(body)), ("identity", body)):
-        assert sent(encoding, compressed).json()["choices"] == plain
-    for encoding in ("zstd", "gzip, gzip"):
-        refused = sent(encoding, body)
-        assert (refused.status_code, refused.headers["accept-encoding"]) == (415, "gzip, deflate")
-        assert refused.json()["error"]["param"] == "Content-Encoding"
-    for broken in (body, gzip.compress(body)[:-4], gzip.compress(body) * 2, b""):
-        refused = sent("gzip", broken)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "INVALID_REQUEST")
-    form = httpx.Request("POST", "http://x", files={"file": ("a.mp4", CLIP)})
-    headers = {"content-type": form.headers["content-type"], "content-encoding": "gzip"}
-    kept = http.post("/v1/files", content=gzip.compress(form.read()), headers=headers).json()
-    assert kept["bytes"] == len(CLIP)
-    http.delete(f"/v1/files/{kept['id']}")
-
-
-def test_the_list_of_files_comes_in_pages(door: Gateway) -> None:
-    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="a-caller-of-its-own") as client:
-        sent = [
-            client.files.create(file=(f"{number}.mp4", bytes([number])), purpose=purpose).id
-            for number, purpose in enumerate(("user_data", "vision", "user_data", "user_data", "vision"))
-        ]
-        assert [each.id for each in client.files.list()] == sent[::-1]
-        first = client.files.list(limit=2, order="asc")
-        assert (len(first.data), first.has_more) == (2, True)
-        assert [each.id for each in first] == sent  # over three pages
-        assert [each.id for each in client.files.list(purpose="vision", after=sent[4])] == [sent[1]]
-        with pytest.raises(openai.NotFoundError, match="after must be a file of this list"):
-            client.files.list(after="file-1")
-        for wrong in ({"limit": 0}, {"order": "up"}, {"limits": 1}):
-            with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
-                client.files.list(extra_query=wrong)
-        for each in client.files.list():
-            client.files.delete(each.id)
-
-
-@pytest.fixture
-def lone(door: Gateway) -> Iterator[httpx.Client]:
-    """A caller whose files no other test sees."""
-    with door.http(headers={"authorization": "Bearer a-caller-with-files-of-its-own"}) as client:
-        yield client
-
-
-def test_an_uploaded_file_is_asked_about_until_it_is_deleted(lone: httpx.Client) -> None:
-    files = {"file": ("clip.mp4", CLIP)}
-    kept = lone.post("/v1/files", files=files, data={"purpose": "user_data"}).raise_for_status().json()
-    assert kept["bytes"] == len(CLIP)
-    assert kept["expires_at"] > time.time()
-    assert [each["id"] for each in lone.get("/v1/files").json()["data"]] == [kept["id"]]
-    assert lone.get(f"/v1/files/{kept['id']}").json() == kept
-    by_id = question({"type": "file", "file": {"file_id": kept["id"]}}, "What?")
-    inline = question(video(CLIP_URL), "What?")
-    first, second = (lone.post("/v1/chat/completions", json=body).json() for body in (by_id, inline))
-    assert first["choices"] == second["choices"]
-    content = [{"type": "input_file", "file_id": kept["id"]}, {"type": "input_text", "text": "What?"}]
-    body = {"input": [{"role": "user", "content": content}], "temperature": 0, "max_output_tokens": 8}
-    answer = lone.post("/v1/responses", json=body).json()
-    assert answer["output"][0]["content"][0]["text"] == first["choices"][0]["message"]["content"]
-    content[0]["type"] = "input_video"
-    assert lone.post("/v1/responses", json=body).json()["output"][0]["content"] == answer["output"][0]["content"]
-    stranger = lone.get(f"/v1/files/{kept['id']}", headers={"authorization": "Bearer somebody-else-0123456789"})
-    assert stranger.status_code == 404
-    large = lone.post("/v1/files", files={"file": ("big.mp4", bytes(2 * UPLOAD_MAX_BYTES))})
-    assert large.status_code == 413
-    told = "give larger files as an https URL or a file: path below --media-root"
-    assert large.json()["error"]["message"].endswith(f"--upload-max-bytes is {UPLOAD_MAX_BYTES}; {told}")
-    assert lone.delete(f"/v1/files/{kept['id']}").json()["deleted"]
-    assert lone.post("/v1/chat/completions", json=by_id).status_code == 404
-    assert lone.get("/v1/files").json()["data"] == []
-
-
-def test_uploads_are_bounded_together_while_they_arrive(stack: Stack, tmp_path: Path) -> None:
-    (tmp_path / "uploads").mkdir()
-    disk = ("--upload-root", str(tmp_path / "uploads"), "--upload-disk-bytes", str(UPLOAD_MAX_BYTES))
-    head = "POST /v1/files HTTP/1.1\r\nHost: 127.0.0.1\r\nExpect: 100-continue\r\n"
-    form = f"Content-Type: multipart/form-data; boundary=x\r\nContent-Length: {UPLOAD_MAX_BYTES * 9 // 10}\r\n\r\n"
-    with gateway(stack.address, tmp_path, *disk) as door, door.http() as http:
-
-        def sent(number: int, size_bytes: int) -> httpx.Response:
-            return http.post("/v1/files", files={"file": ("a.mp4", bytes([number]) * size_bytes)})
-
-        with socket.create_connection(("127.0.0.1", door.port)) as slow:
-            slow.sendall((head + form).encode())
-            assert b"100 Continue" in slow.recv(1000)
-            refused = sent(0, UPLOAD_MAX_BYTES // 5)
-            assert (refused.status_code, refused.headers["retry-after"]) == (429, "60")
-            assert f"--upload-disk-bytes is {UPLOAD_MAX_BYTES}" in refused.json()["error"]["message"]
-        deadline = time.monotonic() + 60
-        while sent(0, UPLOAD_MAX_BYTES // 5).status_code != 200:
-            assert time.monotonic() < deadline
-        with ThreadPoolExecutor(16) as threads:
-            answers = list(threads.map(sent, range(128), repeat(UPLOAD_MAX_BYTES // 100)))
-        assert {answer.status_code for answer in answers} == {200, 429}
-        assert sum(each["bytes"] for each in http.get("/v1/files").json()["data"]) <= UPLOAD_MAX_BYTES
-
-
-async def test_an_upload_is_reached_by_its_id_or_by_both_digests_and_by_no_path(
-    client: GridsieveClient, http: httpx.Client, upload_root: Path
-) -> None:
-    kept = http.post("/v1/files", files={"file": ("clip.mp4", OTHER)}).json()
-    owner, digest = hashlib.sha256(b"").hexdigest(), hashlib.sha256(OTHER).hexdigest()
-    lies = upload_root / owner / digest
-    assert lies.read_bytes() == OTHER
-    url = f"upload:{owner}/{digest}"
-    for given, status in ((lies.as_uri(), 403), (url, 400)):
-        assert http.post("/v1/chat/completions", json=question(video(given), "?")).status_code == status
-    assert (await client.ask(Video(url=url), "?", max_new_tokens=1)).usage.media
-    wrong: list[tuple[Video, type[GridsieveError], str]] = [
-        (Video(server_path=str(lies)), MediaForbidden, "outside --media-root"),
-        (Video(url=f"upload:{owner}/{'0' * 64}"), MediaRejected, "cannot be read below --upload-root: No such file"),
-        (Video(url=f"{url}.json"), InvalidRequest, "must be upload:, 64 hexadecimal digits"),
-        (Video(url=f"upload:../{digest}"), InvalidRequest, "must be upload:, 64 hexadecimal digits"),
-        (Video(url=f"upload:{owner}"), InvalidRequest, "must be upload:, 64 hexadecimal digits"),
-    ]
-    for asked, error, text in wrong:
-        with pytest.raises(error, match=text):
-            await client.ask(asked, "?", max_new_tokens=1)
-    http.delete(f"/v1/files/{kept['id']}")
-
-
 async def test_a_client_that_leaves_cancels_its_question_within_a_second(stack: Stack, door: Gateway) -> None:
     running = partial(metric, stack, "generation", RUNNING, method="Generate")
     for stream in (False, True):
@@ -484,36 +301,6 @@ def test_kept_tokens_are_refused_without_an_encoder(http: httpx.Client) -> None:
     refused = http.post("/v1/gridsieve/kept", json=question(video(CLIP_URL)))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, None)
     assert refused.json()["error"]["message"].endswith("without --encoder")
-
-
-async def test_slow_bodies_and_unread_streams_hold_nobody_up(door: Gateway) -> None:
-    unread = json.dumps(question("Why?", max_tokens=400, ignore_eos=True, stream=True, logprobs=True, top_logprobs=20))
-    post = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-
-    async def drip(writer: asyncio.StreamWriter) -> None:
-        writer.write(f"{post}content-length: 1000000\r\n\r\n".encode())
-        while True:
-            writer.write(b" ")
-            await asyncio.sleep(0.05)
-
-    async with AsyncExitStack() as slow, httpx.AsyncClient(base_url=door.url, timeout=60) as client:
-        tasks = []
-        for number in range(104):
-            _, writer = await asyncio.open_connection("127.0.0.1", door.port, limit=1024)
-            slow.callback(writer.close)
-            if number < 100:
-                tasks.append(asyncio.create_task(drip(writer)))
-            else:  # its reader stops at the limit
-                writer.write(f"{post}content-length: {len(unread)}\r\n\r\n{unread}".encode())
-        running = partial(lambda: metric_in(httpx.get(f"{door.url}/metrics").text, RUNNING, method="ChatCompletions"))
-        await until(lambda: running() >= 100)
-        for _ in range(5):
-            start = time.monotonic()
-            (await client.post("/v1/chat/completions", json=question("Why?"))).raise_for_status()
-            assert time.monotonic() - start < 5
-        for task in tasks:
-            task.cancel()
-    await until(lambda: running() == 0)
 
 
 def test_metrics_and_health_are_told(door: Gateway, http: httpx.Client) -> None:

@@ -22,7 +22,7 @@ from gridsieve.v1.generation_pb2 import SNAPSHOTS_ANSWERS, LiveFrame, LiveOpen, 
 from gridsieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.integration.conftest import another_generation
 from tests.integration.fleet import Service, Stack
-from tests.integration.test_live import GREEDY, PICTURES, QUESTION, Watching, assert_same, video, watching
+from tests.integration.live import GREEDY, PICTURES, QUESTION, Watching, assert_same, video, watching
 
 IDLE_S = 1.0
 SIZE_PX = 112

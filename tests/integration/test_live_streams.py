@@ -36,7 +36,7 @@ from gridsieve.v1.generation_pb2 import (
 from tests import media
 from tests.cameras import camera
 from tests.integration.fleet import Stack, exported, metric_in, running, until
-from tests.integration.test_live import QUESTION, Watching, lines_with, watching
+from tests.integration.live import QUESTION, Watching, lines_with, watching
 from tests.integration.test_metrics import documented, families, seen
 from tests.preprocessing.media_server import head, serving
 from tests.processes import children

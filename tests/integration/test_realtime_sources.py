@@ -15,8 +15,9 @@ from playwright.async_api import async_playwright, expect
 
 from tests.integration.fleet import Stack, exported_at, media_port, metric_in, until
 from tests.integration.gateway import Gateway
+from tests.integration.live import QUESTION
+from tests.integration.realtime import ANSWER_MS, OWN, WATCHING, image, made, talking, updated
 from tests.integration.test_live_streams import film
-from tests.integration.test_realtime import ANSWER_MS, OWN, QUESTION, WATCHING, image, made, talking, updated
 from tests.preprocessing.media_server import serving
 
 PORT = media_port()

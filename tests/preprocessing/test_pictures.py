@@ -29,7 +29,7 @@ def scene(mode: str = "RGB") -> Image.Image:
     return picture if mode == "RGBA" else picture.convert(mode)
 
 
-def source_of(picture: Image.Image, format: str = "PNG", **options: Any) -> Source:  # noqa: A002
+def source_of(picture: Image.Image, format: str = "PNG", **options: Any) -> Source:
     file = io.BytesIO()
     picture.save(file, format, **options)
     return bytes_source("image", file.getvalue())
@@ -71,7 +71,7 @@ print(*(name for name in set(sys.modules) - before if "." in name))
 @pytest.mark.parametrize(
     ("format", "orientation"), [*(("JPEG", each) for each in range(1, 9)), ("PNG", 6), ("WEBP", 5), ("TIFF", 8)]
 )
-def test_a_picture_is_turned_upright_by_its_exif(orientation: int, format: str) -> None:  # noqa: A002
+def test_a_picture_is_turned_upright_by_its_exif(orientation: int, format: str) -> None:
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
     options = {"lossless": True} if format == "WEBP" else {}

@@ -25,7 +25,7 @@ from gridsieve.services.preprocessing.prompt.positions import GridSpan, LinearSp
 from gridsieve.services.preprocessing.prompt.tokens import ChatTokens, PromptTexts
 from gridsieve.services.preprocessing.prompt.turns import Turn
 from tests.preprocessing.planning import with_settings
-from tests.preprocessing.test_templates import by_transformers, ids_of
+from tests.preprocessing.templates import by_transformers, ids_of
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|video_pad|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>"]
 ONE, THREE = GridSpan(Grid(1, 1, 1), Fraction(0)), GridSpan(Grid(1, 1, 3), Fraction(0))

@@ -61,7 +61,7 @@ async def test_a_video_comes_out_as_in_this_process(queue: JobQueue, container: 
 
 
 @pytest.mark.parametrize("format", ["AVIF", "JPEG"])
-async def test_a_picture_comes_out_as_in_this_process(queue: JobQueue, format: str) -> None:  # noqa: A002
+async def test_a_picture_comes_out_as_in_this_process(queue: JobQueue, format: str) -> None:
     file = io.BytesIO()
     noise = np.random.default_rng(1).integers(0, 255, (31, 45, 3), np.uint8)
     exif = Image.Exif()

@@ -137,8 +137,8 @@ def serve_metrics(settings: ServiceSettings) -> None:
         raise StartupError(f"cannot serve metrics on --metrics-port {settings.metrics_port}: {error}") from error
     if isinstance(server.socket, ssl.SSLSocket):
         # Handshakes run in the thread of each connection, so that a client that sends nothing blocks no other.
-        server.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
-    server.RequestHandlerClass.timeout = _METRICS_TIMEOUT_S  # type: ignore[attr-defined]
+        server.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]  # the stub lacks it
+    server.RequestHandlerClass.timeout = _METRICS_TIMEOUT_S  # type: ignore[attr-defined]  # of StreamRequestHandler
     server.handle_error = _log_error  # type: ignore[method-assign]  # the default prints tracebacks to stderr
 
 

@@ -70,7 +70,7 @@ def serves_http(address: str, environment: Mapping[str, str], timeout_s: float) 
         if environment.get("GRIDSIEVE_TLS_KEY"):
             tls.load_cert_chain(environment["GRIDSIEVE_TLS_CERT"], environment["GRIDSIEVE_TLS_KEY"])
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=timeout_s, context=tls) as answer:  # noqa: S310
+        with urllib.request.urlopen(f"{url}/health", timeout=timeout_s, context=tls) as answer:  # noqa: S310  (http or https)
             return bool(answer.status == HTTPStatus.OK)
     except urllib.error.HTTPError:
         return False

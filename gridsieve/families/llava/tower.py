@@ -29,7 +29,8 @@ class _MergingProjector(Mistral3MultiModalProjector):
         merger = self.patch_merger
         normed = self.norm(features).unflatten(0, (-1, merger.spatial_merge_size**2))
         merged: Tensor = merger.merging_layer(normed.transpose(1, 2).flatten(1))
-        return self.linear_2(self.act(self.linear_1(merged)))  # type: ignore[no-any-return]
+        projected: Tensor = self.linear_2(self.act(self.linear_1(merged)))
+        return projected
 
 
 def load_mistral3(checkpoint: Checkpoint, options: RunOptions) -> Tower:

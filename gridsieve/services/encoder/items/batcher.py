@@ -59,8 +59,8 @@ class ForwardTimes:
 @dataclass(frozen=True, slots=True, eq=False)
 class _QueuedSlice:
     """frames: of one slice, or a sound. target: on the device that the embeddings are for. store: receives them,
-    (1 + levels, tokens, D). adapter: digest of the one that it is encoded with; empty: none. yields: to slices that do
-    not."""
+    (1 + levels, tokens, D). adapter: digest of the adapter that the tower computes with; empty: none. yields: to slices
+    that do not."""
 
     frames: Slice
     target: Tensor
@@ -143,8 +143,8 @@ class Batcher:
         """Queues a slice or a sound, behind others if the running call yields to them. The future completes once
         `target` holds its embeddings, or with the forward's error.
 
-        store: puts the tower's tokens of the slice there, in the tower's thread; None: as they are. adapter: digest of
-        the one that it is encoded with; empty: none.
+        store: puts the tower's tokens of the slice into `target`, in the tower's thread; None: as they are. adapter:
+        digest of the adapter that the tower computes with; empty: none.
 
         Cancelling the future before its forward starts removes the slice from the queue.
         Raises Unavailable once it is not `alive`.

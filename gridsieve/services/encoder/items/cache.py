@@ -57,8 +57,8 @@ class EmbedsCache:
     ) -> PendingEntry | CacheEntry:
         """The item's entry, or what becomes it, with the caller as a waiter until `leave`.
 
-        chosen: how its tokens are chosen before the tower; None: all are encoded. adapter: digest of the one that it is
-        encoded with; empty: none.
+        chosen: how its tokens are chosen before the tower; None: all are encoded. adapter: digest of the adapter that
+        the tower computes with; empty: none.
         """
         key = cache_key(plan, chosen, self.tower.dtype, self.tower.embed_levels, adapter)
         if entry := self._entries.get(key):

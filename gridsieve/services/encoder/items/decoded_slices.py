@@ -59,8 +59,8 @@ class DecodedSlices:
     def __init__(
         self, plan: MediaPlan, arrangement: Arrangement, chosen: ItemPruning | None, adapter: bytes = b""
     ) -> None:
-        """chosen: how tokens are chosen before the tower; None: all are encoded. adapter: digest of the one that they
-        are encoded with; empty: none."""
+        """chosen: how tokens are chosen before the tower; None: all are encoded. adapter: digest of the adapter
+        that the tower computes with; empty: none."""
         self.tokens = num_encoded(plan, chosen)
         self.rows: list[slice] = []
         self.keys: list[SliceKey | None] = []

@@ -79,9 +79,9 @@ class Item:
     """One media item of one request.
 
     output_bytes: limits embeddings that wait to be sent, over all requests. shares: its receiver takes shared memory.
-    in_parts: its receiver takes it in parts. adapter: digest of the one that it is encoded with; empty: none.
-    Of an obtained item, times: when it left each stage; one that was cached begins when it joined its entry. reference:
-    what was last shown of each place, if it was asked for.
+    in_parts: its receiver takes it in parts. adapter: digest of the adapter that the tower computes with; empty: none.
+    times: when an obtained item left each stage; the stages of a cached item begin when it joined its entry. reference:
+    of an obtained item, what was last shown of each place, if that was asked for.
     """
 
     def __init__(

@@ -74,8 +74,8 @@ class PendingEntry:
     alone. None: of all tokens. slices: the decoded ones.
     waiters: how many requested items wait for it. delivery: brings its slices. None: no stream does, and the next
     waiter selects the item from its own stream.
-    entry: once all slices are encoded. failure: why that will never be. The counts of slices never decrease.
-    ready_slices: how many slices, from the first on, have their embeddings, all of them.
+    entry: once all slices are encoded. failure: why there will be no entry. The counts of slices never decrease.
+    ready_slices: how many slices from the first on have all their embeddings.
     queued_ns: when the first slice was queued for the tower. entered_ns: when the first forward with one began.
     """
 
@@ -92,7 +92,7 @@ class PendingEntry:
         adapter: bytes = b"",
     ) -> None:
         """find: the embeddings of an equal slice, (1 + levels, its tokens, D), if the cache has one. adapter: digest of
-        the one that it is encoded with; empty: none."""
+        the adapter that the tower computes with; empty: none."""
         self.key = key
         self.encoding = encoding
         self.plan = plan

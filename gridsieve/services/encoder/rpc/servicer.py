@@ -82,7 +82,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         options = {**passed_on(context, self._credentials), "timeout": None}
         task = asyncio.create_task(self._answer(aiter(request_iterator), options, responses))
         # Notices a disconnected caller even while the last response is still being written.
-        context.add_done_callback(lambda _: _cancel(task))  # type: ignore[arg-type]  # the stub's own type is no protocol
+        context.add_done_callback(lambda _: task.cancel())  # type: ignore[arg-type]  # the stub's type is no protocol
         async with aclosing(responses.until_done(task)) as made:
             async for response in made:
                 yield response
@@ -155,7 +155,3 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         finally:
             for item in items:
                 item.close()
-
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()

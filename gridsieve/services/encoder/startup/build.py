@@ -116,7 +116,7 @@ def load_rank(settings: EncoderSettings, device: torch.device, share: Share | No
     tower = with_adapters(tower, settings.adapters)
     large = tower.sizes.patch_weights >= COMPILED_FROM_WEIGHTS
     # On CUDA the layers of other attention read the ends of sequences on the host, which is not compiled.
-    splits = device.type == "cuda" and not tower.forward.varlen  # type: ignore[attr-defined]
+    splits = device.type == "cuda" and not tower.forward.varlen  # type: ignore[attr-defined]  # a `ModelForward`
     if settings.compile == "on" or (settings.compile == "auto" and large and not splits):
         compile_tower(tower)
     # A captured forward would have no sums: the ranks join later. A bucket is padded to more than one slice.

@@ -157,7 +157,7 @@ class Tower:
 
         slices: at least one, (F, H, W, 3) each, of any sizes, from any number of requests; on the host, or on the
         device, where the current stream may still be making them. Or sounds alone, whose deeper levels are zeros.
-        adapter: digest of the one that all are encoded with; empty: none. It changes no sound.
+        adapter: digest of the adapter that all are encoded with; empty: none. It changes no sound.
         Attention never crosses slices, so neighbours change only rounding. On CUDA the result may still be in
         progress on the current stream.
         """

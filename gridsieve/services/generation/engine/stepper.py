@@ -9,10 +9,10 @@ With overlap, a step is scheduled and its forward launched before the tokens of 
 feeds them to it. The host reads them, and prepares what sampling depends on, grammars among it, while that forward is
 computed. A request whose answer turns out to have ended is computed for one step too many, and not sampled.
 
-A draft continues tokens that the host must know. So a step is read at once where the next one will have drafts, as far
-as the tokens foretell that were read before (`Scheduler.foresees_drafts`): prompt lookup finds drafts after them, or
-the head will draft. A step with drafts is read at once, too, because which tokens it has is only known then. A head
-drafts before the launch. It reads the hidden states of a step after the tokens of the step are read.
+A draft continues tokens that the host must know. So a step is read at once if the next step will have drafts, which is
+foreseen from the tokens that are known by then (`Scheduler.foresees_drafts`): prompt lookup finds drafts after them, or
+the head will draft. A step with drafts is also read at once, because the number of its tokens is known only then. A
+head drafts before the launch. It reads the hidden states of a step once the tokens of the step are read.
 
 It runs in the engine's thread and does not know the queue of commands: `engine` calls it, one step after another.
 """

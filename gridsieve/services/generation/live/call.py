@@ -14,21 +14,16 @@ from typing import Any
 import structlog
 
 from gridsieve.common.contract.errors import InvalidRequest, Overloaded, Unavailable, steps_of
-from gridsieve.services.generation.answers.events import Inbox
-from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.live.ask import Ask, pulled
 from gridsieve.services.generation.live.frames import SLICE_FRAMES, DropReason, FramePair, Frames, Waiting
 from gridsieve.services.generation.live.options import Options, ask_of
 from gridsieve.services.generation.live.pictures import picture_of
 from gridsieve.services.generation.live.responses import LiveResponses
 from gridsieve.services.generation.live.segments import SegmentFailed, Segments
+from gridsieve.services.generation.live.service import LiveService
 from gridsieve.services.generation.live.session_writer import SessionWriter, check_upstream
-from gridsieve.services.generation.live.sessions import LiveSessions
-from gridsieve.services.generation.live.source_metrics import Sources
 from gridsieve.services.generation.live.streams import Streams
 from gridsieve.services.generation.request.session import Session
-from gridsieve.services.generation.served_model import ServedModel
-from gridsieve.services.generation.upstream.media import MediaClient
 from gridsieve.services.generation.upstream.watch import WatchedFrame
 from gridsieve.v1 import generation_pb2
 from gridsieve.v1.generation_pb2 import LiveRequest
@@ -41,35 +36,31 @@ log = structlog.get_logger()
 class LiveCall:
     """Serves one Live call. Raises InvalidRequest for what its `open` must not say.
 
-    sources: those of all sessions. options: makes the arguments of an upstream call that begins now: what time is left,
-    and metadata. charge: counts bytes that the call holds; raises Overloaded or InvalidRequest beyond a quota.
+    options: makes the arguments of an upstream call that begins now: what time is left, and metadata. charge: counts
+    bytes that the call holds; raises Overloaded or InvalidRequest beyond a quota.
     """
 
     def __init__(
         self,
         opened: generation_pb2.LiveOpen,
         request_id: str,
-        engine: Engine,
-        media: MediaClient,
-        model: ServedModel,
-        inbox: Inbox,
-        sources: Sources,
+        service: LiveService,
         options: Callable[[], dict[str, Any]],
-        sessions: LiveSessions,
         charge: Callable[[int], None],
     ) -> None:
+        engine, media, model = service.engine, service.media, service.model
         self._wanted = wanted = Options.of(opened, model)
         if opened.source_name:
             structlog.contextvars.bind_contextvars(source_name=wanted.source_name)
-        self._engine, self._media, self._sources, self._options = engine, media, sources, options
+        self._engine, self._media, self._sources, self._options = engine, media, service.sources, options
         block_tokens = wanted.live.block_tokens
         self._session = session = Session(request_id, wanted.window_tokens, wanted.answer_tokens, block_tokens)
         self._responses = LiveResponses(session, model.tokenizer, wanted.snapshots)
         self.responses = self._responses.queue
-        segments = Segments(wanted, session, self._responses, engine, model, inbox)
+        segments = Segments(wanted, session, self._responses, engine, model, service.inbox)
         self._writer = SessionWriter(wanted, session, self._responses, segments, media, model, options)
-        self._sessions, self._charge, self._charged_bytes = sessions, charge, 0
-        self._frames = Frames(wanted.fps, sessions.hold)
+        self._sessions, self._charge, self._charged_bytes = service.sessions, charge, 0
+        self._frames = Frames(wanted.fps, service.sessions.hold)
         self._waiting: Waiting[Ask] = Waiting(lambda late: self._responses.count_dropped(late.used, DropReason.LATE))
         self._asked: list[Ask] = []  # questions that are not finished, in no order
         self._came, self._closed = asyncio.Event(), False
@@ -222,8 +213,8 @@ class LiveCall:
             self._came.set()
 
     def _charge_pictures(self) -> None:
-        """Charges the client for slices that wait, and the one that is being added. The oldest that wait go without
-        room."""
+        """Charges the client for the slices that wait and for the slice that is being added. Without room, the oldest
+        slices that wait are dropped."""
         serving_bytes = self._serving.size_bytes if isinstance(self._serving, FramePair) else 0
         while True:
             held_bytes = self._waiting.size_bytes + serving_bytes

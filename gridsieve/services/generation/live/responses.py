@@ -129,7 +129,7 @@ class LiveResponses:
         self._seen = self._seen and replace(self._seen, picture=b"")
 
     async def refuse_frames(self, frames: int, error: InvalidRequest, number: int) -> None:
-        """Says that frames were refused, because of the one of this number. The session goes on."""
+        """Says that frames were refused, because of frame `number`. The session goes on."""
         self._sum_dropped(frames, DropReason.REFUSED)
         told = generation_pb2.LiveDropped(
             frames=frames,

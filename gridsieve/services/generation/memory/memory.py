@@ -11,9 +11,9 @@ Live sessions lease all their blocks from their opening to their end, at most `l
 borrow them.
 
 Models with recurrent states need a slot for the state of each request, and one for each chunk, which writes the state
-after it; further ones keep the states after media and prompts, so that other requests begin there. There are two for
-each running request, so they are never short: pins and leases take only what is left. A lease has one more, after the
-session's rows, which its request begins with and replaces if anything of it stays.
+after it; further slots keep the states after media and prompts, so that other requests begin there. Each running
+request has two slots in any case: pins and leases take only what is left. A lease has one slot more, for the state
+after the session's rows. Its request begins with this state, and replaces it if rows of the request stay.
 
 `Memory` alone changes what a request holds; the scheduler decides when. It knows neither requests nor the model.
 """

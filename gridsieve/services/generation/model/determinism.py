@@ -15,6 +15,7 @@ Source: batch invariance, "Defeating Nondeterminism in LLM Inference", Thinking 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from gridsieve.services.generation.model.experts import FIXED_EXPERTS
 from gridsieve.services.generation.model.language_model import LanguageModel
@@ -28,7 +29,8 @@ CPU_ROWS, CUDA_ROWS = (64, 1, 4, 16, 256), (128,)
 def made_deterministic(model: LanguageModel) -> LanguageModel:
     """The model, whose adapters and experts compute in fixed numbers of rows from now on."""
     model.adapters.of_all_rows = True
-    model.text.config._experts_implementation = FIXED_EXPERTS  # type: ignore[union-attr]
+    config: Any = model.text.config
+    config._experts_implementation = FIXED_EXPERTS
     for module in model.text.modules():
         if isinstance(module, SeparateExperts):
             module.fixed = True

@@ -20,10 +20,9 @@ from gridsieve.services.compute.kernels import check_result
 from gridsieve.services.generation.model.recurrent_layer import (
     Kernels,
     RecurrentLayer,
-    SlotKernels,
-    SlotSteps,
     TriedKernels,
 )
+from gridsieve.services.generation.model.slot_steps import SlotKernels, SlotSteps
 from gridsieve.services.generation.model.states import FEW_TOKENS, StateBatch, StateSizes
 
 _INSTALLED = Kernels(mamba2_chunk_scan, mamba2_selective_state_update)

@@ -10,7 +10,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import structlog
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gridsieve.services.compute.kernels import check_result
 from gridsieve.services.generation.model.attention.running import RUNNING
+from gridsieve.services.generation.model.slot_steps import SlotKernels, SlotSteps
 from gridsieve.services.generation.model.states import Convolution, StateBatch
 
 log = structlog.get_logger()
@@ -35,29 +36,6 @@ class Kernels:
 
     def by_torch(self) -> Kernels:
         return Kernels(inspect.unwrap(self.chunk), inspect.unwrap(self.step))
-
-
-@dataclass(frozen=True, slots=True)
-class SlotSteps:
-    """Tokens of R sequences that advance their states within the slots.
-
-    matrices: of all slots. slots: int64 [R], which are read and written. rows: the channels of the tokens [R, L, ..],
-    what decides how much they change [R, L, heads] each (of a scan also rates and skip, float32 [heads]), and the
-    output. tokens: the first that is taken, the first that is not, and L.
-    """
-
-    matrices: Tensor
-    slots: Sequence[Tensor]
-    rows: Sequence[Tensor]
-    tokens: tuple[int, int, int]
-
-
-class SlotKernels(Protocol):
-    """`state_kernels.TritonStates`."""
-
-    def delta(self, steps: SlotSteps, key_heads: int) -> None: ...
-
-    def scan(self, steps: SlotSteps, groups: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

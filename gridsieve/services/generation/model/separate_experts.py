@@ -55,7 +55,7 @@ class _Expert(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """[n, D] to the same shape."""
-        products = [self._modules[name](rows) for name in self._inner]  # type: ignore[misc]
+        products = [getattr(self, name)(rows) for name in self._inner]
         computed: Tensor = self.down_proj(self._multiply(torch.cat(products, -1)))
         return computed
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gridsieve.services.generation.model.recurrent_layer import SlotSteps
+from gridsieve.services.generation.model.slot_steps import SlotSteps
 
 # What a program has of a head: so many columns of a delta network's matrix, or rows of a scan's, in the registers of
 # one warp.

@@ -47,7 +47,7 @@ class EncodedMedia:
 
     __slots__ = ("__weakref__", "digest", "id", "kept", "last_rows", "repaired_frames")
 
-    def __init__(self, id: int, digest: bytes) -> None:  # noqa: A002  (the usual name)
+    def __init__(self, id: int, digest: bytes) -> None:
         self.id = id
         self.digest = digest
         self.kept: Int32Array | None = None

@@ -27,8 +27,8 @@ def encoded_media_key(
 ) -> bytes:
     """32 bytes that differ wherever media, sampling, grid, pruning, checkpoint or adapter differ.
 
-    adapter: digest of the one that it is encoded with; empty: none. All prunings that keep every token have the same
-    key.
+    adapter: digest of the adapter that the tower computes with; empty: none. All prunings that keep every token have
+    the same key.
     """
     how = b""
     if num_kept < item.grid.tokens or pruning.threshold is not None:

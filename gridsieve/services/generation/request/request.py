@@ -163,7 +163,7 @@ class Request:
 
     def __init__(
         self,
-        id: str,  # noqa: A002  (the usual name)
+        id: str,
         prompt: PrunedPrompt,
         media_keys: Sequence[bytes],
         sampling: SamplingParams,
@@ -247,7 +247,7 @@ class Request:
 
     def add_sibling(
         self,
-        id: str,  # noqa: A002
+        id: str,
         sampling: SamplingParams,
         detokenizer: Detokenizer | None,
         on_event: Callable[[Event], None],

@@ -26,7 +26,7 @@ NameOf: TypeAlias = Callable[[str], str]
 
 
 @contextmanager
-def in_words(name_of: NameOf) -> Iterator[None]:
+def callers_fields(name_of: NameOf) -> Iterator[None]:
     """Errors inside name the caller's fields."""
     try:
         yield

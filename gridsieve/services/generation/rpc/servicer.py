@@ -1,7 +1,7 @@
 """GenerationService: serves a request from its arrival to the end of its answers.
 
-It owns the order of messages in a response stream, the request's clock and its limits. Media come from the media
-session, in this event loop; tokens come from the engine, in the engine's thread.
+It owns the order of messages in a response stream, the request's clock and its limits. Media come from a `MediaCall`,
+in this event loop; tokens come from the engine, in the engine's thread.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from gridsieve.services.generation.answers.reading import row_of
 from gridsieve.services.generation.answers.text import Answers
 from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.live.call import LiveCall
+from gridsieve.services.generation.live.service import LiveService
 from gridsieve.services.generation.live.sessions import LiveSessions
 from gridsieve.services.generation.live.source_metrics import Sources
 from gridsieve.services.generation.request.encoded_media import MediaItem
@@ -40,7 +41,7 @@ from gridsieve.services.generation.request.reader import ONE_ROW, Reader
 from gridsieve.services.generation.request.request import Adapter, Request
 from gridsieve.services.generation.rpc.messages import method_message, note_item, usage_message
 from gridsieve.services.generation.rpc.metrics import count_prompt
-from gridsieve.services.generation.rpc.prompts import NameOf, embed_prompt, in_words, score_prompt
+from gridsieve.services.generation.rpc.prompts import NameOf, callers_fields, embed_prompt, score_prompt
 from gridsieve.services.generation.sampling.answer_reader import AnswerReader
 from gridsieve.services.generation.sampling.rows import Float32Array
 from gridsieve.services.generation.sampling.tool_calls import ToolUse
@@ -61,7 +62,7 @@ Context: TypeAlias = grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Serves requests with one engine.
 
-    model: the one that it runs. credentials: sent upstream. picture_bytes: those that live sessions may hold together.
+    model: what the engine runs. credentials: sent upstream. picture_bytes: those that live sessions may hold together.
     """
 
     def __init__(
@@ -77,9 +78,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._model = model
         self._credentials = credentials
         self._inbox = Inbox()
-        self._sources = Sources()
         blocks = model.live.tokens // model.live.block_tokens if model.live else 0
-        self._sessions = LiveSessions(picture_bytes, blocks)
+        sessions = LiveSessions(picture_bytes, blocks)
+        self._live = LiveService(engine, media, model, self._inbox, Sources(), sessions)
 
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -107,14 +108,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         grammar, bad_words = await model.constraints(wanted)
         if adapter:
             structlog.contextvars.bind_contextvars(adapter=adapter.name)
-        call = passed_on(context, self._credentials)
+        passed = passed_on(context, self._credentials)
         pruning = model.completed(request.pruning)
-        opening = self._media.open(request.prompt, pruning, clock, adapter, **call)
+        opening = self._media.open(request.prompt, pruning, clock, adapter, **passed)
         salt, yields = request.prompt.cache_salt, request.prompt.yields
         begin_call(yields)
-        del request  # files may be large; the session drops them once all encoded media have arrived
-        async with opening as session:
-            plan, prunings, num_kept = session.plan, session.prunings, session.num_kept
+        del request  # files may be large; the call upstream drops them once all encoded media have arrived
+        async with opening as call:
+            plan, prunings, num_kept = call.plan, call.prunings, call.num_kept
             answer_tokens = model.limit.answer_tokens(plan, prunings, num_kept, wanted.max_new_tokens)
             usage = usage_message(plan, prunings, num_kept)
             thought = model.thought_after(plan)
@@ -122,15 +123,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 grammar = await model.grammar_after(thought, wanted, plan)
             first, *others = wanted.resolve(model.defaults, answer_tokens, grammar, bad_words)
             events = Events(self._inbox, 1 + len(others))
-            prompt = PrunedPrompt(plan, num_kept, model.defaults.vocab_size, bounded=session.bounded)
+            prompt = PrunedPrompt(plan, num_kept, model.defaults.vocab_size, bounded=call.bounded)
             listener = events.listener
             finder = model.stop_finder(first)
-            keys = session.media_keys
+            keys = call.media_keys
             question = Request(request_id, prompt, keys, first, finder, listener(0), adapter, salt, yields=yields)
             for index, each in enumerate(others, 1):
                 question.add_sibling(f"{request_id}#{index}", each, model.stop_finder(each), listener(index))
             answers = (question, *question.siblings)
-            async with self._submitted(session, answers, usage, events, clock):
+            async with self._submitted(call, answers, usage, events, clock):
                 accepted = generation_pb2.Accepted(request_id=request_id, usage=usage)
                 yield GenerateResponse(accepted=accepted)
                 is_split = wanted.tool_use or thought
@@ -155,10 +156,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._model.check_task("generate")
         request_id = _request_id(first.open.request_id)
         options = partial(passed_on, context, self._credentials, part=True)
-        live = LiveCall(
-            *(first.open, request_id, self._engine, self._media, self._model, self._inbox, self._sources, options),
-            *(self._sessions, charge_of_request()),
-        )
+        live = LiveCall(first.open, request_id, self._live, options, charge_of_request())
         task = asyncio.create_task(live.run(requests))
         # Notices a disconnected caller even while a response is being written.
         context.add_done_callback(lambda _: task.cancel())  # type: ignore[arg-type]  # the stub's type is no protocol
@@ -173,9 +171,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         size = request.dimensions if request.HasField("dimensions") else most
         if not 1 <= size <= most:
             raise InvalidRequest(field="dimensions", limit=f"1 to {most}", value=size)
-        reading_it = self._reading(*embed_prompt(request, reading), request, context)
+        read = self._begin_reading(*embed_prompt(request, reading), request, context)
         del request  # files may be large, as in `Generate`
-        row, usage = await reading_it
+        row, usage = await read
         values = row[:size].astype(np.float64)
         embedding = values / max(float(np.linalg.norm(values)), _LEAST_NORM)
         return generation_pb2.EmbedResponse(embedding=embedding, request_id=bound_request_id(), usage=usage)
@@ -183,28 +181,31 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Score(
         self, request: generation_pb2.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> generation_pb2.ScoreResponse:
-        reading_it = self._reading(*score_prompt(request, self._model.reading("score")), request, context)
+        read = self._begin_reading(*score_prompt(request, self._model.reading("score")), request, context)
         del request
-        row, usage = await reading_it
+        row, usage = await read
         score = (1 + math.tanh(float(row[0]) / 2)) / 2  # the logistic function, which overflows nowhere
         return generation_pb2.ScoreResponse(score=score, request_id=bound_request_id(), usage=usage)
 
-    def _reading(
+    def _begin_reading(
         self,
         prompt: prompt_pb2.Prompt,
         name_of: NameOf,
         request: generation_pb2.EmbedRequest | generation_pb2.ScoreRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> Coroutine[Any, Any, tuple[Float32Array, generation_pb2.Usage]]:
-        """`_row` of a prompt, which was made of the request."""
+        """Checks the request from which the prompt was made, and returns the coroutine that reads the prompt.
+
+        The coroutine does not refer to the request, whose files may be large.
+        """
         clock, request_id = StageClock(), _request_id(request.request_id)
         adapter = self._model.adapters.find(request.adapter) if request.HasField("adapter") else None
-        call, pruning = passed_on(context, self._credentials), self._model.completed(request.pruning)
-        opening = self._media.open(prompt, pruning, clock, adapter, **call)
+        passed, pruning = passed_on(context, self._credentials), self._model.completed(request.pruning)
+        opening = self._media.open(prompt, pruning, clock, adapter, **passed)
         begin_call(prompt.yields)
-        return self._row(opening, name_of, clock, request_id, adapter, prompt.cache_salt, prompt.yields)
+        return self._read(opening, name_of, clock, request_id, adapter, prompt.cache_salt, prompt.yields)
 
-    async def _row(
+    async def _read(
         self,
         opening: AbstractAsyncContextManager[MediaCall],
         name_of: NameOf,
@@ -214,16 +215,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         salt: str,
         yields: bool,
     ) -> tuple[Float32Array, generation_pb2.Usage]:
-        """What the model reads of a prompt, float32 [W]."""
-        with in_words(name_of):
-            async with opening as session:
-                plan, num_kept = session.plan, session.num_kept
-                self._model.limit.answer_tokens(plan, session.prunings, num_kept, 0)
-                usage, events = usage_message(plan, session.prunings, num_kept), Events(self._inbox, 1)
-                pruned = PrunedPrompt(plan, num_kept, self._model.defaults.vocab_size, bounded=session.bounded)
-                keys, listener = session.media_keys, events.listener(0)
+        """What the model reads of a prompt, float32 [W], and the usage."""
+        with callers_fields(name_of):
+            async with opening as call:
+                plan, num_kept = call.plan, call.num_kept
+                self._model.limit.answer_tokens(plan, call.prunings, num_kept, 0)
+                usage, events = usage_message(plan, call.prunings, num_kept), Events(self._inbox, 1)
+                pruned = PrunedPrompt(plan, num_kept, self._model.defaults.vocab_size, bounded=call.bounded)
+                keys, listener = call.media_keys, events.listener(0)
                 reader = Reader(request_id, pruned, keys, ONE_ROW, None, listener, adapter, salt, yields=yields)
-                async with self._submitted(session, (reader,), usage, events, clock):
+                async with self._submitted(call, (reader,), usage, events, clock):
                     row = await row_of(reader, events, clock)
                     usage.cached_prompt_tokens = reader.cached_tokens
                     return row, usage
@@ -231,7 +232,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     @asynccontextmanager
     async def _submitted(
         self,
-        session: MediaCall,
+        call: MediaCall,
         answers: Sequence[Request],
         usage: generation_pb2.Usage,
         events: Events,
@@ -249,7 +250,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 note_item(usage, index, encoded.kept, encoded.repaired_frames)
         if not question.wanted_media:
             clock.skip(Stage.TRANSFER)
-        receiving = asyncio.create_task(self._receive_media(session, question, usage, events))
+        receiving = asyncio.create_task(self._receive_media(call, question, usage, events))
         try:
             yield
         except BaseException as error:
@@ -272,11 +273,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             raise InvalidRequest(field="prompt.tools", limit=f"empty: {why}")
 
     async def _receive_media(
-        self, session: MediaCall, question: Request, usage: generation_pb2.Usage, events: Events
+        self, call: MediaCall, question: Request, usage: generation_pb2.Usage, events: Events
     ) -> None:
         """Delivers the media that the cache lacks to the engine, part by part. Errors become events."""
         try:
-            async for received in session.receive(question.wanted_media):
+            async for received in call.receive(question.wanted_media):
                 if isinstance(received, MediaItem):
                     if received.complete:
                         note_item(usage, received.media_index, received.kept, received.repaired_frames)
@@ -284,7 +285,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 else:
                     events.put(received)
                 del received  # the last item's embeddings must not stay until the request ends
-            count_prompt(usage, session.plan.media, session.prunings)
+            count_prompt(usage, call.plan.media, call.prunings)
             add_request_stats(
                 media=len(usage.media),
                 prompt_tokens_full=usage.prompt_tokens_full,
@@ -292,7 +293,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             )
             # Release the bytes now: a slow client must not hold bytes that the engine no longer needs.
             await events.ended.wait()
-            await session.release()
+            await call.release()
         except Exception as error:
             events.put(error)
 

@@ -31,8 +31,8 @@ class Tokenizer(Protocol):
     """The part of `tokenizers.Tokenizer` that is used here."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-    def encode_batch(self, input: Sequence[str], *, add_special_tokens: bool = True) -> Sequence[Any]: ...  # noqa: A002
-    def id_to_token(self, id: int) -> str | None: ...  # noqa: A002
+    def encode_batch(self, input: Sequence[str], *, add_special_tokens: bool = True) -> Sequence[Any]: ...
+    def id_to_token(self, id: int) -> str | None: ...
 
 
 def load_tokenizer(folder: Path, shown: Collection[str] = ()) -> Tokenizer:

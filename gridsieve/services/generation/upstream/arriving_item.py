@@ -8,7 +8,7 @@
                  [0 ....... 5)[5 ..... 12)     and of another one's parts the slices from 7 on are taken
 
 Slices of two encoders differ in rounding, so such an item has a name of its own.
-Violations raise PeerContract. This module does not know calls and sessions.
+Violations raise PeerContract. This module does not know calls.
 """
 
 from __future__ import annotations

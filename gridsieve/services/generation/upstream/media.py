@@ -45,7 +45,7 @@ _STAGES_OF_ITEMS = (Stage.DECODE, Stage.RESIZE, Stage.WAIT_FOR_ENCODER, Stage.EN
 
 
 class MediaClient:
-    """Opens a session for each request. All sessions reserve bytes from the same semaphore."""
+    """Opens a `MediaCall` for each request. All of them reserve bytes from the same semaphore."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class MediaClient:
         replica: str | None = None,
         files: Sequence[bytes | bytearray] = (),
     ) -> AsyncIterator[MediaCall]:
-        """A session that has received its plan. Leaving it cancels the upstream call and releases its bytes.
+        """A call that has received its plan. Leaving it cancels the upstream call and releases its bytes.
 
         pruning: a message of its own: a field of the request would keep all of it alive. adapter: with which the
         media are encoded, if it has a part for the tower.
@@ -210,13 +210,13 @@ class MediaCall:
         self._held = held
 
     async def release(self) -> None:
-        """Releases the reserved bytes before the session ends."""
+        """Releases the reserved bytes before the call ends."""
         await self._held.aclose()
 
     async def receive(self, wanted: Sequence[int]) -> AsyncIterator[Progress | MediaItem]:
         """Reserves bytes, selects the wanted items, then yields progress, and each item as it completes or grows.
 
-        The session holds the bytes. The progress of an item restarts if its encoder was lost.
+        The call holds the bytes. The progress of an item restarts if its encoder was lost.
         Raises PeerContract for messages that contradict the plan, and upstream errors.
         """
         size_bytes = sum(self.num_kept[index] for index in wanted) * self._row_bytes

@@ -51,7 +51,7 @@ class FetchedFile:
 
     def __init__(self, disk: DiskBudget) -> None:
         self._disk = disk
-        self._file = tempfile.TemporaryFile(dir=disk.folder, buffering=0)  # noqa: SIM115
+        self._file = tempfile.TemporaryFile(dir=disk.folder, buffering=0)  # noqa: SIM115  (the last `close` closes it)
         self._holders = 1
         self._lock = threading.Lock()
         self.size_bytes = 0

@@ -151,7 +151,7 @@ def _present(*each: nodes.Node | None) -> Iterable[nodes.Node]:
 class _Generation(Extension):
     """`{% generation %}`, with which templates mark the model's text for training: its content is rendered as it is."""
 
-    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
+    tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

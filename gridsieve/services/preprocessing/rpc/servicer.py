@@ -29,7 +29,9 @@ from gridsieve.common.telemetry.tracing import span
 from gridsieve.common.yielding import begin_call
 from gridsieve.services.preprocessing.conversation import Conversation
 from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
-from gridsieve.services.preprocessing.planner import PlannedMedia, PlannedPrompt, Planner, Readers
+from gridsieve.services.preprocessing.items.item import PlannedMedia
+from gridsieve.services.preprocessing.items.readers import Readers
+from gridsieve.services.preprocessing.planner import PlannedPrompt, Planner
 from gridsieve.services.preprocessing.pruning.choice import TokenChoice, choice_of
 from gridsieve.services.preprocessing.rpc.decode_stats import DecodeStats
 from gridsieve.services.preprocessing.rpc.messages import conversation_of, frames_responses, plan_responses

@@ -79,7 +79,7 @@ class _Pread(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]  # any Buffer is more than `open` brings
         # A slice of a bytearray, which `read` brings, would be a copy.
         wanted = memoryview(buffer)[: None if self._end is None else max(0, self._size() - self._offset)]
         count = os.preadv(self._descriptor, [wanted], self._begin + self._offset)

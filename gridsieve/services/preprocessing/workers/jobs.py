@@ -282,7 +282,8 @@ def sent_of(facts: Facts) -> tuple[SizePx, tuple[View | None, ...], DType]:
 
 def _view(squared: Sequence[int] | None, through: Sequence[Sequence[int]], **others: Any) -> View:
     sizes: Any = tuple(map(tuple, through))
-    return View(**others, squared=None if squared is None else tuple(squared), through=sizes)  # type: ignore[arg-type]
+    square: Any = None if squared is None else tuple(squared)
+    return View(**others, squared=square, through=sizes)
 
 
 def _slice(

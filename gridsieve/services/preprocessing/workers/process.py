@@ -80,7 +80,7 @@ class WorkerProcess:
         path = json.dumps([os.path.abspath(each) for each in sys.path])  # noqa: PTH100  Path resolves links
         try:
             with theirs:
-                process = subprocess.Popen(  # noqa: S603
+                process = subprocess.Popen(  # noqa: S603  (the command is fixed)
                     [sys.executable, "-I", "-c", _START, *arguments, path],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

@@ -6,8 +6,8 @@
 
 How many segments there are, and where they end, follows from what the slices cost: as many as workers are idle, none
 too short to be worth a worker, and the longest as short as it can be. Workers for which there is no segment lend their
-cores to the codec. Segments whose slices do not fit the budget of unread bytes are more than the workers, and begin one
-after the other.
+cores to the codec. If the slices of so few segments do not fit the budget of unread bytes, there are more segments than
+workers, and they begin one after the other.
 
 A segment gives its worker to another job that waits for one. Slices are the same as those of one worker: a segment that
 begins with a damaged frame, whose replacement another segment has, is made again after it.

@@ -97,7 +97,7 @@ def _cuts_of(linear: nn.Linear, name: str, share: Share) -> dict[str, Cut]:
     """How its parameters are cut, by name; makes it sum where a rank has some of its inputs."""
     if name in _INPUTS:
         linear.__class__ = SummedLinear
-        linear.share = share  # type: ignore[assignment]
+        linear.share = share  # type: ignore[assignment]  # torch types a module's fields as tensors or modules
         return {"weight": partial(share.part, axis=1)}
     cut = partial(_part_of_each, matrices=_OUTPUTS[name], share=share)
     return {"weight": cut} if linear.bias is None else {"weight": cut, "bias": cut}
