@@ -200,8 +200,8 @@ class FrameFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipFlags(FrameFlags):
-    start_s: Annotated[float | None, of_media(help="Start at this second of each video.")] = None
-    end_s: Annotated[float | None, of_media(help="End at this second of each video.")] = None
+    start_s: Annotated[float | None, of_media(help="Start at this second of each video and sound.")] = None
+    end_s: Annotated[float | None, of_media(help="End at this second of each video and sound.")] = None
 
     def heard(self, location: str, *, audio: bool, **more: Any) -> Video | Audio:
         """A sound, where an argument's name ends as one; else as `part`. audio: of a video: its sound is heard."""
