@@ -42,7 +42,7 @@ from gridsieve.common.contract.retention import (
     VCAST,
     VIDCOM2,
 )
-from gridsieve.common.media_files import is_sound
+from gridsieve.common.media_files import kind_of
 from gridsieve.common.security.tokens import read_token
 
 # Options, by the panel of the help that they stand in.
@@ -205,7 +205,7 @@ class ClipFlags(FrameFlags):
 
     def heard(self, location: str, *, audio: bool, **more: Any) -> Video | Audio:
         """A sound, where an argument's name ends as one; else as `part`. audio: of a video: its sound is heard."""
-        if not is_sound(PurePath(file_name(location))):
+        if kind_of(PurePath(file_name(location))) != "audio":
             return self.part(location, audio=audio, **more)
         source: dict[str, Any] = {self._source(location): location}
         return Audio(start_s=self.start_s, end_s=self.end_s, **source)

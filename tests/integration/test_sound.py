@@ -304,7 +304,7 @@ async def test_refusals_over_http_name_the_fields_of_the_body(http: httpx.Client
     assert (error["param"], "must be base64" in error["message"]) == ("input[0].content[0].input_audio.data", True)
 
 
-def test_the_command_hears_clips_and_sounds(hearing: Stack, tmp_path: Path) -> None:
+def test_the_commands_hear_clips_and_sounds(hearing: Stack, http: httpx.Client, tmp_path: Path) -> None:
     talk, bell = tmp_path / "talk.mkv", tmp_path / "bell.wav"
     talk.write_bytes(SPOKEN)
     bell.write_bytes(BELL)
@@ -312,6 +312,13 @@ def test_the_command_hears_clips_and_sounds(hearing: Stack, tmp_path: Path) -> N
     told = CliRunner().invoke(app, ["ask", str(talk), str(bell), QUESTION, *flags])
     assert told.exit_code == 0, told.output
     assert [each["modality"] for each in json.loads(told.stdout)["usage"]["media"]] == ["video", "audio", "audio"]
+    output = str(tmp_path / "answers.jsonl")
+    asked = ["batch", "--folder", str(tmp_path), "-q", QUESTION, "--max-new-tokens", "1", "--ordered", "-o", output]
+    told = CliRunner().invoke(app, [*asked, "--gateway", str(http.base_url)])
+    assert told.exit_code == 0, told.output
+    sound, _ = (json.loads(row) for row in Path(output).read_text().splitlines())
+    (item,) = sound["response"]["body"]["usage"]["gridsieve"]["media"]
+    assert (sound["custom_id"], item["heard_s"]) == ("bell.wav", pytest.approx(1.2))
     part = ["--start-s", "0.25", "--end-s", "1", "--max-new-tokens", "1", "--json", "--server", hearing.address]
     told = CliRunner().invoke(app, ["ask", str(bell), QUESTION, *part])
     assert json.loads(told.stdout)["usage"]["media"][0]["heard_s"] == pytest.approx(0.75)
