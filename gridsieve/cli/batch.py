@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +21,7 @@ from gridsieve.cli.options import AccessFlags, JsonOption, PruningFlags, of_outp
 from gridsieve.cli.signals import unwind_on_signals
 from gridsieve.cli.terminal import reported_errors, stderr, warn
 from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.media_files import kind_of
 from gridsieve.jobs.answers import Answers, opened
 from gridsieve.jobs.http import HttpAsker
 from gridsieve.jobs.job import Job
@@ -49,7 +50,8 @@ def batch(
         ),
     ],
     folder: Annotated[
-        Path | None, _table(help="Folder of videos and images, in place of REQUESTS. Its subfolders count, too.")
+        Path | None,
+        _table(help="Folder of videos, images and sounds, in place of REQUESTS. Its subfolders count, too."),
     ] = None,
     question: Annotated[str | None, _table("--question", "-q", help="The question about each of them.")] = None,
     schema: Annotated[Path | None, _table(help="JSON schema, in a file, that every answer satisfies.")] = None,
@@ -109,23 +111,35 @@ def batch(
         asked = _requests(requests, folder, question, schema, pruning, max_new_tokens, on_server or starts)
         with opened(output) as answers:
             missing = [number for number, name in enumerate(asked.ids) if name not in answers.done]
+            sounds = {number for number in missing if folder and kind_of(PurePath(asked.ids[number])) == "audio"}
             sums = _Sums(done_before=len(asked.ids) - len(missing))
             if missing:
                 root = (folder or (requests or Path()).absolute().parent).absolute() if starts else None
-                with _served(gateway, root, model) as url, _Bar(sums, len(missing)) as bar:
-                    asyncio.run(_run(url, access, asked, missing, answers, ordered, bar))
+                with _served(gateway, root, model) as url:
+                    asyncio.run(_run(url, access, asked, missing, sounds, answers, ordered, sums))
     _print(sums, as_json)
     if sums.failed:
         raise typer.Exit(1)
 
 
 async def _run(
-    url: str, access: AccessFlags, asked: Requests, numbers: Sequence[int], answers: Answers, ordered: bool, bar: _Bar
+    url: str,
+    access: AccessFlags,
+    asked: Requests,
+    numbers: Sequence[int],
+    sounds: Collection[int],
+    answers: Answers,
+    ordered: bool,
+    sums: _Sums,
 ) -> None:
+    """sounds: those of the numbers that only a model that hears is asked about."""
     async with HttpAsker(url, **access.access()) as asker:
-        await asker.check()
-        job = Job(asked, asker.ask, answers.write, ordered=ordered, on_row=bar.add, on_wait=bar.waits)
-        await job.run(numbers)
+        if not await asker.hears():
+            sums.skipped = [asked.ids[number] for number in numbers if number in sounds]
+            numbers = [number for number in numbers if number not in sounds]
+        with _Bar(sums, len(numbers)) as bar:
+            job = Job(asked, asker.ask, answers.write, ordered=ordered, on_row=bar.add, on_wait=bar.waits)
+            await job.run(numbers)
 
 
 def _check_flags(
@@ -197,9 +211,11 @@ def _served(gateway: str | None, root: Path | None, model: Path | None) -> Itera
 
 @dataclass(slots=True)
 class _Sums:
-    """Of the rows of this run. done_before: requests that the output had rows of. first_failure: with its request."""
+    """Of the rows of this run. done_before: requests that the output had rows of. first_failure: with its request.
+    skipped: files that the model does not take, which have no row."""
 
     done_before: int
+    skipped: list[str] = field(default_factory=list)
     answered: int = 0
     failed: int = 0
     first_failure: str | None = None
@@ -255,5 +271,7 @@ def _print(sums: _Sums, as_json: bool) -> None:
         return
     before = f"{sums.done_before} done before · " if sums.done_before else ""
     stderr.print(f"{before}{sums.answered} answered in {sums.seconds:.1f} s · {sums.words()}", soft_wrap=True)
+    if sums.skipped:
+        warn(f"skipped, because the model takes no sounds: {', '.join(sums.skipped)}")
     if sums.first_failure:
         warn(f"the first failure: {sums.first_failure}")

@@ -27,13 +27,13 @@ from gridsieve.cli.options import (
 from gridsieve.cli.terminal import print_cost, report, reported_errors
 from gridsieve.client.client import DEFAULT_ADDRESS, GridsieveClient
 from gridsieve.client.credentials import Access
-from gridsieve.client.prompt import Image, Message, Options, Text, Video
+from gridsieve.client.prompt import Message, Options, Part, Text
 from gridsieve.common.contract.errors import GridsieveError
 
 
 def chat(
     *,
-    media: Annotated[list[str] | None, typer.Argument(help="Videos and images, as files or URLs.")] = None,
+    media: Annotated[list[str] | None, typer.Argument(help="Videos, images and sounds, as files or URLs.")] = None,
     pruning: PruningFlags,
     clip: ClipFlags,
     system: SystemOption = None,
@@ -44,13 +44,13 @@ def chat(
     timeout_s: TimeoutOption = None,
     access: AccessFlags,
 ) -> None:
-    """Talk about videos and images: the model sees the earlier questions and answers, too.
+    """Talk about videos, images and sounds: the model sees the earlier questions and answers, too.
 
     Type one question per line; Ctrl-D ends the conversation. The services reuse what they have already computed.
 
     Example: gridsieve chat clip.mp4 --pruning-rate 0.75
     """
-    parts = [clip.part(each) for each in media or []]
+    parts = [clip.heard(each, audio=False) for each in media or []]
     options = Options(
         **pruning.options(),
         **sampling.options(),
@@ -67,7 +67,7 @@ def chat(
 
 
 def _converse(
-    server: str, access: Access, media: Sequence[Image | Video], history: tuple[Message, ...], options: Options
+    server: str, access: Access, media: Sequence[Part], history: tuple[Message, ...], options: Options
 ) -> None:
     """Ctrl-C ends the answer that is being printed, and at the prompt the conversation."""
     with asyncio.Runner() as runner:

@@ -96,6 +96,8 @@ def inspect(
     part = frames.part(media)
     if output.suffix.lower() not in _SUFFIXES:
         raise typer.BadParameter(f"--output must end with {', '.join(_SUFFIXES)}, got {output}")
+    if max_new_tokens is not None and answer is None:
+        raise typer.BadParameter("--max-new-tokens is of the answer, and needs --answer")
     if (preprocessing is None) != (encoder is None):
         raise typer.BadParameter("--preprocessing and --encoder must be given together")
     if (generation is None) != (preprocessing is None or answer is None):

@@ -42,7 +42,7 @@ from gridsieve.common.contract.retention import (
     VCAST,
     VIDCOM2,
 )
-from gridsieve.common.media_files import is_sound
+from gridsieve.common.media_files import kind_of
 from gridsieve.common.security.tokens import read_token
 
 # Options, by the panel of the help that they stand in.
@@ -200,12 +200,12 @@ class FrameFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipFlags(FrameFlags):
-    start_s: Annotated[float | None, of_media(help="Start at this second of each video.")] = None
-    end_s: Annotated[float | None, of_media(help="End at this second of each video.")] = None
+    start_s: Annotated[float | None, of_media(help="Start at this second of each video and sound.")] = None
+    end_s: Annotated[float | None, of_media(help="End at this second of each video and sound.")] = None
 
     def heard(self, location: str, *, audio: bool, **more: Any) -> Video | Audio:
         """A sound, where an argument's name ends as one; else as `part`. audio: of a video: its sound is heard."""
-        if not is_sound(PurePath(file_name(location))):
+        if kind_of(PurePath(file_name(location))) != "audio":
             return self.part(location, audio=audio, **more)
         source: dict[str, Any] = {self._source(location): location}
         return Audio(start_s=self.start_s, end_s=self.end_s, **source)

@@ -53,6 +53,7 @@ class Model:
     pruning_rate, pruning_method, pruning_threshold: of videos for which a request names none.
     pruning_methods: those that a request may name.
     task: what it does: "generate", "embed" or "score". instruction: of prompts to embed or to score that have none.
+    sounds: whether prompts may have sounds.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Model:
     pruning_methods: tuple[PruningMethod, ...]
     task: str = "generate"
     instruction: str = ""
+    sounds: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -314,4 +314,5 @@ def _model(told: generation_pb2.ListModelsResponse) -> Model:
         ),
         _TASKS.get(told.task, "unknown"),
         told.instruction,
+        told.sounds,
     )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import PurePath
 from typing import Literal
 
@@ -53,12 +54,14 @@ SOUND_SUFFIXES = frozenset(
 )
 
 
-def is_sound(path: PurePath) -> bool:
-    """Whether a file is a sound by its name."""
-    return path.suffix.lower() in SOUND_SUFFIXES
+_SUFFIXES: Mapping[Literal["video", "image", "audio"], Collection[str]] = {
+    "video": VIDEO_SUFFIXES,
+    "image": IMAGE_SUFFIXES,
+    "audio": SOUND_SUFFIXES,
+}
 
 
-def kind_of(path: PurePath) -> Literal["video", "image"] | None:
-    """What a file is by its name; None: neither."""
+def kind_of(path: PurePath) -> Literal["video", "image", "audio"] | None:
+    """What a file is by its name; None: none of these."""
     suffix = path.suffix.lower()
-    return "video" if suffix in VIDEO_SUFFIXES else "image" if suffix in IMAGE_SUFFIXES else None
+    return next((kind for kind, suffixes in _SUFFIXES.items() if suffix in suffixes), None)

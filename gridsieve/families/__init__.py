@@ -65,6 +65,10 @@ class ModelFamily:
         """Imports one of its parts. Raises StartupError for a row that names what its folder lacks."""
         return _imported(EntryPoint(self.model_type, f"{self.folder}.{getattr(self, part)}", GROUP))
 
+    def hears(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint of this type takes sounds: not without a sound tower."""
+        return bool(self.sound) and any(checkpoint.config.part(name) for name in ("audio_config", "sound_config"))
+
     @property
     def video_methods(self) -> tuple[str, ...]:
         """The methods that drop tokens of its videos; none if it takes no videos."""

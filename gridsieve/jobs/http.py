@@ -56,8 +56,11 @@ class HttpAsker:
     ) -> None:
         await self._client.aclose()
 
-    async def check(self) -> None:
-        """Raises Unavailable if no gateway that can answer is there, Unauthenticated if it does not know the caller."""
+    async def hears(self) -> bool:
+        """Whether its model takes sounds.
+
+        Raises Unavailable if no gateway that can answer is there, Unauthenticated if it does not know the caller.
+        """
         reply = await self._reply("GET", "/v1/models")
         if reply.status_code == httpx.codes.UNAUTHORIZED:
             raise Unauthenticated(reply.message)
@@ -65,6 +68,10 @@ class HttpAsker:
             raise Unavailable(
                 reply.message or f"{self.url} is no gateway: GET /v1/models is {reply.status_code}", "gateway"
             )
+        match reply.body:
+            case {"data": [{"sounds": True}, *_]}:
+                return True
+        return False
 
     async def ask(self, line: Line) -> Reply:
         """The reply to a request; one of status 503 where the gateway cannot be reached."""

@@ -1,4 +1,4 @@
-"""What a job asks: the lines of a file, or one question about each clip of a folder."""
+"""What a job asks: the lines of a file, or one question about each file of a folder."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class FileRequests:
 
 @dataclass(frozen=True, slots=True)
 class FolderRequests:
-    """A question about each video and image below a folder, in the order of their paths, which are their ids.
+    """A question about each video, image and sound below a folder, in the order of their paths, which are their ids.
 
     fields: of every body, beside its messages. on_server: files are named by their file: URL, for a gateway whose
     preprocessing has the folder below its --media-root; otherwise bodies have the files.
@@ -113,7 +113,7 @@ class FolderRequests:
         found = (path for path in folder.rglob("*") if kind_of(path) and path.is_file())
         ids = sorted(path.relative_to(folder).as_posix() for path in found)
         if not ids:
-            raise InvalidRequest(f"--folder {folder} has no videos and images, by the endings of their names")
+            raise InvalidRequest(f"--folder {folder} has no videos, images and sounds, by the endings of their names")
         return cls(folder, question, fields, on_server, ids)
 
     def size_bytes(self, number: int) -> int:

@@ -13,7 +13,7 @@ import hashlib
 import io
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -70,10 +70,18 @@ def film_files(folder: Path) -> list[FilmFile]:
         for name in names:
             path = Path(place, name)
             if kind_of(path) == "video" and not name.startswith(".") and path.is_file():
-                status = path.stat()
-                relative = path.relative_to(folder).as_posix()
-                found.append(FilmFile(relative, status.st_size, status.st_mtime_ns))
+                found.append(_film_file(folder, path))
     return sorted(found, key=lambda each: each.path)
+
+
+def named_films(folder: Path, paths: Iterable[str]) -> list[FilmFile]:
+    """Those of these files that are there. paths: relative to the folder."""
+    return [_film_file(folder, folder / each) for each in paths if (folder / each).is_file()]
+
+
+def _film_file(folder: Path, path: Path) -> FilmFile:
+    status = path.stat()
+    return FilmFile(path.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns)
 
 
 def digest_of(path: Path) -> str:

@@ -13,7 +13,8 @@ It knows neither SQL nor how films are decoded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 
 from gridsieve.client.prompt import FrameOptions, ReadOptions
 from gridsieve.common.contract.errors import InvalidRequest
@@ -27,6 +28,7 @@ class FolderIndex(FolderSearch):
     async def update(
         self,
         *,
+        paths: Sequence[str] | None = None,
         window_s: float | None = None,
         frames: FrameOptions | None = None,
         options: ReadOptions | None = None,
@@ -36,6 +38,7 @@ class FolderIndex(FolderSearch):
 
         What is done stays: after an error or an interruption, a later call goes on with what is missing.
 
+        paths: of new films, relative to the folder; no other film is looked at. None: all films of the folder.
         window_s: moments are parts of a film of about so many seconds; None: its shots.
         frames, options: of each moment. "keyframes" has no effect on a moment without one.
         report: called after each moment and each film.
@@ -43,11 +46,11 @@ class FolderIndex(FolderSearch):
         settings other than those of the vectors that are there, OSError for files, and as `GridsieveClient.embed`.
         """
         frames, options = frames or {}, options or {}
-        store = self._store(create=True)
+        store = await asyncio.to_thread(self._store, create=True)
         with store.locked():
-            self.begin(window_s=window_s, frames=frames, options=options)
+            await asyncio.to_thread(self.begin, window_s=window_s, frames=frames, options=options)
             update = Update(self._folder, self._embedder, store, window_s, frames, options, report)
-            return await update.run()
+            return await update.run(paths)
 
     def begin(
         self,

@@ -4,7 +4,8 @@
                |  |  |  |  |  |  |  |  |         the last frame of each slice, at its time
 
 The video that a camera sends ends in preprocessing; the pictures of slices (`Snapshots.SLICES`) are what comes out of a
-session. A film of them is one moment. Nothing is deleted here, and the index forgets films that others delete.
+session. A film of them is one moment. Each film is added to the index once it is written. The whole folder is read at
+the beginning and every SCAN_S: nothing is deleted here, and the index then forgets films that others deleted.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import io
 import re
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
@@ -38,6 +40,7 @@ from gridsieve.search.folder_search import BEST, MAX_FRAMES, FolderSearch
 
 CLIP_S = 10.0
 END_S = 4.0
+SCAN_S = 3600.0
 _TICKS_PER_S = 1000
 _UNSAFE = re.compile(r"[^\w.-]+")
 
@@ -83,6 +86,8 @@ class Recording:
         self._stack = AsyncExitStack()
         self._cameras: dict[str, _Camera] = {}
         self._clips: asyncio.Queue[tuple[str, list[_Picture]] | None] = asyncio.Queue()
+        self._new: list[str] = []  # films that the index may lack
+        self._scan_at_s = 0.0  # time.monotonic
         self._written, self._updating = asyncio.Event(), asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -161,9 +166,11 @@ class Recording:
             name, pictures = clip
             folder = self._folder / (_UNSAFE.sub("-", name).lstrip(".") or "camera")
             try:
-                await asyncio.to_thread(_write_film, folder, _utc(pictures[0].wall_s), pictures)
+                film = await asyncio.to_thread(_write_film, folder, _utc(pictures[0].wall_s), pictures)
             except (OSError, av.FFmpegError) as error:
                 self._say(f"{name}: a film cannot be written: {error}")
+            else:
+                self._new.append(film.relative_to(self._folder).as_posix())
             self._written.set()
 
     async def _follow(self) -> None:
@@ -174,11 +181,15 @@ class Recording:
 
     async def _update(self) -> None:
         async with self._updating:
+            new, scans = list(self._new), time.monotonic() >= self._scan_at_s
             try:
-                done = await self._index.update(window_s=CLIP_S)
+                done = await self._index.update(paths=None if scans else new, window_s=CLIP_S)
             except (GridsieveError, StartupError, OSError) as error:
                 self._say(f"the index of {self._folder} does not follow: {error}")
                 return
+            del self._new[: len(new)]
+            if scans:
+                self._scan_at_s = time.monotonic() + SCAN_S
         for each in done.skipped:
             self._say(f"{each.path} is left out of the index: {each.error}")
 
@@ -189,7 +200,7 @@ def _utc(wall_s: float) -> str:
     return f"{time:%Y-%m-%dT%H-%M-%S}.{time.microsecond // 1000:03d}Z"
 
 
-def _write_film(folder: Path, name: str, pictures: list[_Picture]) -> None:
+def _write_film(folder: Path, name: str, pictures: list[_Picture]) -> Path:
     """An mp4 of H.264, which browsers play. It has its name, with a number if another film has it, once it is
     complete."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -197,7 +208,7 @@ def _write_film(folder: Path, name: str, pictures: list[_Picture]) -> None:
     try:
         _encode_film(unfinished, pictures)
         names = chain([name], (f"{name}-{number}" for number in count(2)))
-        unfinished.rename(next(path for each in names if not (path := folder / f"{each}.mp4").exists()))
+        return unfinished.rename(next(path for each in names if not (path := folder / f"{each}.mp4").exists()))
     finally:
         unfinished.unlink(missing_ok=True)
 

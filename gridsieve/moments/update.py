@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gridsieve.client.client import GridsieveClient
@@ -19,7 +19,7 @@ from gridsieve.client.prompt import FrameOptions, ReadOptions
 from gridsieve.client.vectors import together
 from gridsieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PromptTooLong
 from gridsieve.common.contract.plan import KEYFRAMES
-from gridsieve.moments.films import CutSpan, cut_film, digest_of, film_files
+from gridsieve.moments.films import CutFilm, CutSpan, cut_film, digest_of, film_files, named_films
 from gridsieve.search.films import FilmFile
 from gridsieve.search.parts import Folder
 from gridsieve.search.store import Store
@@ -80,18 +80,25 @@ class Update:
         self._unread: list[str] = []
         self._bytes = self._read_bytes = 0.0
 
-    async def run(self) -> Progress:
-        """Raises as `FolderIndex.update`."""
-        films = await asyncio.to_thread(film_files, self._folder.path)
-        held = set(self._store.films())
-        for gone in {each.path for each in held} - {each.path for each in films}:
-            self._store.remove_film(gone)
-        changed = [each for each in films if each not in held]
+    async def run(self, paths: Sequence[str] | None) -> Progress:
+        """Arguments and errors: as of `FolderIndex.update`."""
+        if paths is None:
+            changed = await asyncio.to_thread(self._changed)
+        else:
+            changed = await asyncio.to_thread(named_films, self._folder.path, paths)
         self._bytes = sum(each.size_bytes for each in changed)
         await together(self._film(each) for each in changed)
-        self._store.drop_moments_but(self._unread)
+        if paths is None:
+            await asyncio.to_thread(self._store.drop_moments_but, self._unread)
         self._advance(self._bytes - self._read_bytes)
         return self._progress
+
+    def _changed(self) -> list[FilmFile]:
+        """The films that the index lacks. It forgets those that are gone."""
+        films, held = film_files(self._folder.path), set(self._store.films())
+        for gone in {each.path for each in held} - {each.path for each in films}:
+            self._store.remove_film(gone)
+        return [each for each in films if each not in held]
 
     async def _film(self, film: FilmFile) -> None:
         path, digest = self._folder.path / film.path, ""
@@ -99,27 +106,30 @@ class Update:
             async with self._reading:
                 digest = await asyncio.to_thread(digest_of, path)
             async with self._contents.setdefault(digest, asyncio.Lock()):  # a copy waits, and then has all
-                length_s = self._store.length_s(digest)
+                length_s = await asyncio.to_thread(self._store.length_s, digest)
                 if length_s is None:
                     async with self._reading:
                         cut = await asyncio.to_thread(cut_film, path, self._window_s)
                     length_s = cut.length_s
-                    missing = [each for each in cut.spans if not self._store.has_moment(digest, each.span)]
+                    missing = await asyncio.to_thread(self._missing, digest, cut)
                     await together(self._moment(film, digest, each, length_s) for each in missing)
-                self._store.add_film(film, digest, length_s)
+                await asyncio.to_thread(self._store.add_film, film, digest, length_s)
         except OSError as error:  # such as a file that was removed meanwhile
-            self._skip(film, digest, MediaRejected(f"cannot be read: {error.strerror or error}", field=film.path))
+            await self._skip(film, digest, MediaRejected(f"cannot be read: {error.strerror or error}", field=film.path))
         except InvalidRequest as error:
             if not isinstance(error, _OF_ONE_FILM) and error.remedy != IN_PYTHON:
                 raise
-            self._skip(film, digest, error)
+            await self._skip(film, digest, error)
         else:
             self._progress.films += 1
             self._advance(0)
 
-    def _skip(self, film: FilmFile, digest: str, error: InvalidRequest) -> None:
+    def _missing(self, digest: str, cut: CutFilm) -> list[CutSpan]:
+        return [each for each in cut.spans if not self._store.has_moment(digest, each.span)]
+
+    async def _skip(self, film: FilmFile, digest: str, error: InvalidRequest) -> None:
         """What the index had of the file is older than it."""
-        self._store.remove_film(film.path)
+        await asyncio.to_thread(self._store.remove_film, film.path)
         self._unread.append(digest)
         self._progress.skipped.append(Skipped(film.path, error))
 
@@ -130,7 +140,7 @@ class Update:
         async with self._places:
             part = self._folder.part(film.path, span.start_s, span.end_s, frames)
             found = await self._embedder.embed(part, **self._options)
-        self._store.add_moment(digest, span, found.values, cut.picture)
+        await asyncio.to_thread(self._store.add_moment, digest, span, found.values, cut.picture)
         lasts_s = span.end_s - span.start_s
         self._progress.moments += 1
         self._progress.video_s += lasts_s

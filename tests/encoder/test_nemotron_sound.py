@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
+from gridsieve.families import family_of
 from gridsieve.families.nemotron import sound
 from gridsieve.families.nemotron.sound import load_sound_tower
 from gridsieve.services.encoder.tower.sound import SoundTower
@@ -133,5 +134,6 @@ def test_towers_that_are_incomplete_or_have_other_convolutions_are_refused(
 
 
 def test_a_checkpoint_without_a_sound_tower_hears_nothing(folder: Path, tmp_path: Path) -> None:
-    deaf = changed(folder, tmp_path / "deaf", audio_config=None)
-    assert load_sound_tower(Checkpoint(deaf), RunOptions("float32", CPU)) is None
+    hearing, deaf = Checkpoint(folder), Checkpoint(changed(folder, tmp_path / "deaf", audio_config=None))
+    assert load_sound_tower(deaf, RunOptions("float32", CPU)) is None
+    assert [family_of(each).hears(each) for each in (hearing, deaf)] == [True, False]

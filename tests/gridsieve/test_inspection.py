@@ -169,7 +169,16 @@ def test_a_patch_is_as_bright_as_the_root_of_its_share_of_the_greatest_weight() 
         assert tuple((dimmed + light * (level - dimmed)).round().astype(int).tolist()) in colours
 
 
-@pytest.mark.parametrize("flags", [("--answer", "What?"), ("--generation", "127.0.0.1:1")])  # one of both
-def test_an_answer_needs_generation(inspect: Callable[..., Result], clip: str, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--answer", "What?"), "--generation must be given with"),
+        (("--generation", "127.0.0.1:1"), "--generation must be given with"),
+        (("--max-new-tokens", "4"), "--max-new-tokens is of the answer, and needs --answer"),
+    ],
+)
+def test_an_answer_needs_all_its_flags(
+    inspect: Callable[..., Result], clip: str, flags: tuple[str, ...], words: str
+) -> None:
     refused = inspect(clip, *flags)
-    assert (refused.exit_code, "--generation must be given with" in " ".join(refused.stderr.split())) == (2, True)
+    assert (refused.exit_code, words in " ".join(refused.stderr.replace("│", " ").split())) == (2, True)

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -23,6 +24,7 @@ from gridsieve.client.client import GridsieveClient
 from gridsieve.client.live_events import Filmed, LiveSlice, LiveUsage, WallClock
 from gridsieve.common.contract.plan import Grid
 from gridsieve.moments.recording import Recording
+from gridsieve.search.sqlite_store import SqliteStore
 from gridsieve.v1.generation_pb2 import EmbedResponse, LiveAsk
 from tests.gridsieve.fake_services import BEGAN_S, FakeServices
 from tests.gridsieve.films import BLUE, GREEN, RED, FakeEmbedder, write_film
@@ -126,6 +128,51 @@ async def test_films_are_written_while_the_embedder_is_slow(
         for camera in ("yard", "door", "gate"):
             recording.take(camera, slice_at(0.5))
     assert {each.parent.name for each in (tmp_path / "kept").glob("*/*.mp4")} == {"yard", "door", "gate"}
+
+
+@pytest.mark.parametrize("scan_s", [3600.0, 0.0])
+async def test_a_new_film_is_added_without_a_look_at_the_others_until_the_next_scan(
+    scan_s: float, embeds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gridsieve.moments.recording.SCAN_S", scan_s)
+    async with GridsieveClient(embeds) as client, Recording(tmp_path, client) as recording:
+        recording.take("yard", slice_at(0.5))
+        await recording.complete()
+        gone = next((tmp_path / "yard").iterdir())
+        gone.unlink()
+        write_film(tmp_path / "other.mp4", [(GREEN, 2)])
+        recording.take("yard", slice_at(10.5, BEGAN_S + 10))
+        await recording.complete()
+        _, found = await recording.recalled("yard", "0", best=9)
+    new = "yard/2026-11-30T09-45-10.000Z.mp4"
+    assert [each.path for each in found] == ([f"yard/{gone.name}", new] if scan_s else ["other.mp4", new])
+
+
+async def test_a_store_that_is_slow_does_not_hold_the_event_loop(
+    embeds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each write waits half a second, as for another process that writes."""
+    at_once = SqliteStore._run
+
+    def slow(store: SqliteStore, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        if sql.startswith(("INSERT", "DELETE")):
+            time.sleep(0.5)
+        return at_once(store, sql, *values)
+
+    monkeypatch.setattr(SqliteStore, "_run", slow)
+    woke_s: list[float] = []
+
+    async def wake() -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            woke_s.append(time.monotonic())
+
+    async with GridsieveClient(embeds) as client, Recording(tmp_path, client) as recording:
+        waking = asyncio.create_task(wake())
+        recording.take("yard", slice_at(0.5))
+        await recording.complete()
+        waking.cancel()
+    assert max(np.diff(woke_s)) < 0.45
 
 
 async def test_a_clock_that_is_set_back_overwrites_no_film(embeds: str, tmp_path: Path) -> None:

@@ -172,11 +172,13 @@ async def test_requests_that_yield_are_answered_after_questions(
 def test_a_folder_is_asked_through_a_gateway(door: Gateway, tmp_path: Path, media_root: Path) -> None:
     (tmp_path / "broken.mp4").write_bytes(b"no film")
     (tmp_path / "clip.mp4").write_bytes(media.clip())
+    (tmp_path / "bell.wav").write_bytes(media.sound(media.chirp(1.0)))
     output = tmp_path / "answers.jsonl"
     table = ("batch", "--folder", str(tmp_path), "-q", "What?", "--max-new-tokens", "4", "--ordered")
     run = CliRunner().invoke(app, [*table, "-o", str(output), "--gateway", door.url, "--json"])
     sums = json.loads(run.stdout)
     assert (run.exit_code, sums["answered"], sums["failed"]) == (1, 1, 1)
+    assert sums["skipped"] == ["bell.wav"]  # the model takes no sounds
     assert sums["first_failure"].startswith("broken.mp4: messages[0].content[0].video_url.url")
     broken, clip = map(json.loads, output.read_text().splitlines())
     assert (broken["custom_id"], broken["response"]["status_code"]) == ("broken.mp4", 400)

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +27,7 @@ from gridsieve.common.contract.retention import AUTO_THRESHOLD, METHODS, NONE, P
 from tests import media
 from tests.gridsieve.films import BLUE, GREEN, RED, indexed, write_film
 from tests.integration.conftest import SERVED_NAME, another_generation
-from tests.integration.fleet import Stack
+from tests.integration.fleet import Stack, running
 from tests.integration.gateway import Gateway, gateway
 
 ANSWER_MS = 60_000
@@ -291,6 +291,48 @@ def test_a_clip_that_the_browser_cannot_play_is_answered(page: Page) -> None:
     (article,) = finished(page, 1)
     expect(article.locator("canvas")).to_have_count(2)
     expect(article.locator(".kept figcaption")).to_contain_text("This browser cannot play the clip")
+
+
+@pytest.fixture(scope="module")
+def hearing_door(checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway before a model that takes sounds, with uploads."""
+    folder = tmp_path_factory.mktemp("hearing")
+    upload = ("--upload-root", str(folder))
+    with (
+        running(checkpoints("qwen2_5_omni"), flags={"preprocessing": upload}) as hearing,
+        gateway(hearing.address, folder, "--encoder", hearing.addresses["encoder"], *upload) as started,
+    ):
+        yield started
+
+
+def test_a_model_that_hears_is_asked_about_sounds_and_clips_with_their_sound(
+    page: Page, browser: Browser, hearing_door: Gateway, tmp_path: Path
+) -> None:
+    silent, bell, talk = media.clip(4, fps=2), media.sound(media.chirp(1.2)), tmp_path / "talk.mkv"
+    talk.write_bytes(media.with_sound(silent, media.chirp(1.7)))
+    drop(page, "bell.wav", "audio/wav", bell)
+    expect(page.get_by_text("bell.wav is neither a video nor an image.")).to_be_visible()
+    expect(page.get_by_label("Hear the sound of the video")).to_be_hidden()
+    with opened(browser, hearing_door) as page:
+        drop(page, "bell.wav", "audio/wav", bell)
+        player = page.get_by_label("The sound", exact=True)
+        assert player.evaluate("(sound) => sound.play().then(() => sound.duration)") == pytest.approx(1.2)
+        ask(page, "What is heard?", longest=2)
+        (article,) = finished(page, 1)
+        assert cost(article)["Sound heard"] == "1.2 s"
+        expect(article.locator("canvas")).to_have_count(0)
+        drop(page, "silent.mp4", "video/mp4", silent)
+        page.get_by_label("Hear the sound of the video").check()
+        ask(page, "What is heard?", longest=2)
+        expect(page.get_by_text("The sound of silent.mp4 is not possible: the file has no sound")).to_be_visible()
+        page.locator("#file").set_input_files(talk)
+        ask(page, "What is heard?", longest=2)
+        (article,) = finished(page, 1)
+        assert cost(article)["Sound heard"] == "1.7 s"
+        expect(article.locator("canvas")).to_have_count(2)
+        page.get_by_role("button", name="Copy as Python").click()
+        expect(page.locator("#copied")).to_contain_text("Copied.")
+        assert run(tmp_path, sys.executable, "-c", page.evaluate("navigator.clipboard.readText()")).strip()
 
 
 def test_it_is_usable_by_keyboard_on_a_phone(page: Page) -> None:

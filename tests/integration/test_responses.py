@@ -236,7 +236,15 @@ REFUSED = [
     ({"text": {"format": {"type": "json_schema", "schema": UNHELD}}}, 400, "text.format.name", "must be set"),
     (with_item(type="item_reference", id="msg_1"), 404, "input[1].id", "send the item itself"),
     (with_item(type="web_search_call"), 400, "input[1].type", "function_call_output"),
-    (with_item(role="user", content=[{"type": "input_audio"}]), 400, "input[1].content[0].type", "input_file"),
+    ({"text": {"format": {"type": "moments"}}}, 400, "text.format", "needs a video in the prompt"),
+    ({"text": {"format": {"type": "moments", "captions": "vtt"}}}, 400, "text.format.captions", "of one video"),
+    (
+        {"text": {"format": {"type": "moments"}}, "tools": [WEATHER], "tool_choice": "required"},
+        400,
+        "text.format",
+        "must",
+    ),
+    (with_item(role="user", content=[{"type": "input_sound"}]), 400, "input[1].content[0].type", "input_file"),
     (with_item(role="user", content=[WHY | {"x": 1}]), 400, "input[1].content[0].x", "is not a field"),
     (with_part(type="input_file"), 400, "input[0].content[1]", "exactly one of"),
     (with_part(type="input_file", file_data=""), 400, "input[0].content[1].file_data", "is empty"),
@@ -269,6 +277,7 @@ def test_the_old_completions_name_the_path_to_use(http: httpx.Client) -> None:
 
 
 CALLS = (("call_1", "weather", '{"city":"Kyoto"}'), ("call_2", "weather", '{"city":"Rome"}'))
+MOMENT = generation_pb2.Moment(start_s=0.5, end_s=1.5, description="It moves.", last_slice=2, kept=True)
 CALLING_MAX_BYTES = 50_000
 """Of one client of `calling`."""
 
@@ -276,7 +285,7 @@ CALLING_MAX_BYTES = 50_000
 class Played(generation_pb2_grpc.GenerationServiceServicer):
     """Generation that answers with text and two calls, is cut off inside the second, or fails inside the first.
 
-    Asked to go on, it says more before the calls until `enough` is set.
+    Asked for moments, it names one. Asked to go on, it says more before the calls until `enough` is set.
     """
 
     def __init__(self) -> None:
@@ -310,8 +319,11 @@ class Played(generation_pb2_grpc.GenerationServiceServicer):
                     last = generation_pb2.FINISH_REASON_LENGTH
                 else:
                     yield delta(tool_calls=[{"index": index, "arguments": piece}], token_ids=[4])
+        moments = [MOMENT] if request.sampling.HasField("moments") else []
         yield generation_pb2.GenerateResponse(
-            finished=generation_pb2.Finished(reason=last, usage=usage, timings=generation_pb2.Timings())
+            finished=generation_pb2.Finished(
+                reason=last, usage=usage, timings=generation_pb2.Timings(), moments=moments
+            )
         )
 
 
@@ -508,6 +520,22 @@ def test_a_schema_sent_along_with_a_required_call_is_not_asked_for(calling: Gate
         assert not played.asked.sampling.HasField("json_schema")
         http.post("/v1/responses", json=body).raise_for_status()
         assert json.loads(played.asked.sampling.json_schema) == WEATHER["parameters"]
+
+
+def test_an_answer_in_moments_has_them_and_captions(calling: Gateway, played: Played) -> None:
+    form = {"type": "moments", "grain_s": 0.5, "captions": "srt"}
+    body = {"input": [{"role": "user", "content": [part("video", video_url=CLIP_URL), WHY]}], "text": {"format": form}}
+    with calling.http() as http:
+        whole = http.post("/v1/responses", json=body).raise_for_status().json()
+        streamed = http.post("/v1/responses", json=body | {"stream": True}).raise_for_status().text
+        stored = http.get(f"/v1/responses/{whole['id']}").raise_for_status().json()
+    assert played.asked.sampling.moments.grain_s == 0.5
+    assert whole["text"]["format"] == form
+    named = {"media_index": 0, "first_slice": 0} | MessageToDict(MOMENT, preserving_proto_field_name=True)
+    assert whole["moments"] == [named]
+    assert whole["captions"] == "1\n00:00:00,500 --> 00:00:01,500\nIt moves.\n\n"  # a blank line ends a caption
+    last = json.loads(streamed.strip().rpartition("data: ")[2])["response"]
+    assert without_ids(last) == without_ids(whole) == without_ids(stored)
 
 
 def test_a_failure_is_the_last_event(calling: Gateway) -> None:

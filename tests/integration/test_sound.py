@@ -233,10 +233,16 @@ async def test_sounds_and_clips_with_their_sound_arrive_over_http_as_over_grpc(
     http: httpx.Client, client: GridsieveClient
 ) -> None:
     in_video = {"mm_processor_kwargs": {"use_audio_in_video": True}}
+    cut, end = {"mm_processor_kwargs": {"video_start": 0.25, "video_end": 1.0}}, {"video_end": 1.0}
     bodies: list[tuple[dict[str, Any], Part]] = [
         (question(INPUT_AUDIO, QUESTION), Audio(data=BELL)),
         (question(AUDIO_URL, QUESTION), Audio(data=BELL)),
         (question({**AUDIO_URL, "audio_url": AUDIO_URL["audio_url"]["url"]}, QUESTION), Audio(data=BELL)),  # type: ignore[index]
+        (question(AUDIO_URL | cut, QUESTION), Audio(data=BELL, start_s=0.25, end_s=1)),
+        (
+            question(INPUT_AUDIO | {"mm_processor_kwargs": {"video_start": 0.5}}, QUESTION, mm_processor_kwargs=end),
+            Audio(data=BELL, start_s=0.5, end_s=1),
+        ),
         (question(video(ENCODED, audio=True), QUESTION), Video(data=SPOKEN, audio=True)),
         (question(video(ENCODED, **in_video), QUESTION), Video(data=SPOKEN, audio=True)),
         (question(video(ENCODED), QUESTION, **in_video), Video(data=SPOKEN, audio=True)),
@@ -249,10 +255,16 @@ async def test_sounds_and_clips_with_their_sound_arrive_over_http_as_over_grpc(
         assert said == pytest.approx(list(answer.logprobs), abs=1e-5)
         heard = [(each["modality"], each["heard_s"]) for each in told["usage"]["gridsieve"]["media"]]
         assert heard == [(each.modality.value, each.heard_s) for each in answer.usage.media]
-    input_video = {"type": "input_video", "video_url": ENCODED, "audio": True}
-    asked = {"input": [{"role": "user", "content": [input_video, {"type": "input_text", "text": QUESTION}]}]}
-    response = http.post("/v1/responses", json=asked | {"max_output_tokens": 1}).raise_for_status().json()
-    assert [each["modality"] for each in response["usage"]["gridsieve"]["media"]] == ["video", "audio"]
+    greedy = {"temperature": 0, "max_output_tokens": 8, "include": ["message.output_text.logprobs"]}
+    for given, part in (
+        (INPUT_AUDIO | cut, Audio(data=BELL, start_s=0.25, end_s=1)),
+        ({"type": "input_video", "video_url": ENCODED, "audio": True}, Video(data=SPOKEN, audio=True)),
+    ):
+        asked = {"input": [{"role": "user", "content": [given, {"type": "input_text", "text": QUESTION}]}]}
+        told = http.post("/v1/responses", json=asked | greedy).raise_for_status().json()
+        answer = await client.ask(part, QUESTION, **GREEDY)
+        said = [each["logprob"] for each in told["output"][0]["content"][0]["logprobs"]]
+        assert said == pytest.approx(list(answer.logprobs), abs=1e-5)
 
 
 async def test_refusals_over_http_name_the_fields_of_the_body(http: httpx.Client) -> None:
@@ -273,13 +285,26 @@ async def test_refusals_over_http_name_the_fields_of_the_body(http: httpx.Client
             "messages[0].content[0].audio_url.url",
             "the file has no sound track",
         ),
+        (
+            question(INPUT_AUDIO | {"mm_processor_kwargs": {"video_start": -1}}, "?"),
+            "messages[0].content[0].mm_processor_kwargs.video_start",
+            "must be",
+        ),
+        (
+            question({**INPUT_AUDIO, "input_audio": {"data": b64(media.sound(media.chirp(12.5)))}}, "?"),
+            "messages[0].content[0].input_audio.data",
+            "set mm_processor_kwargs.video_start and mm_processor_kwargs.video_end",
+        ),
     ]
     for body, field, message in cases:
         error = http.post("/v1/chat/completions", json=body).json()["error"]
         assert (error["param"], message in error["message"]) == (field, True), error
+    said = {"input": [{"role": "user", "content": [{**INPUT_AUDIO, "input_audio": {"data": "?"}}]}]}
+    error = http.post("/v1/responses", json=said).json()["error"]
+    assert (error["param"], "must be base64" in error["message"]) == ("input[0].content[0].input_audio.data", True)
 
 
-def test_the_command_hears_clips_and_sounds(hearing: Stack, tmp_path: Path) -> None:
+def test_the_commands_hear_clips_and_sounds(hearing: Stack, http: httpx.Client, tmp_path: Path) -> None:
     talk, bell = tmp_path / "talk.mkv", tmp_path / "bell.wav"
     talk.write_bytes(SPOKEN)
     bell.write_bytes(BELL)
@@ -287,3 +312,13 @@ def test_the_command_hears_clips_and_sounds(hearing: Stack, tmp_path: Path) -> N
     told = CliRunner().invoke(app, ["ask", str(talk), str(bell), QUESTION, *flags])
     assert told.exit_code == 0, told.output
     assert [each["modality"] for each in json.loads(told.stdout)["usage"]["media"]] == ["video", "audio", "audio"]
+    output = str(tmp_path / "answers.jsonl")
+    asked = ["batch", "--folder", str(tmp_path), "-q", QUESTION, "--max-new-tokens", "1", "--ordered", "-o", output]
+    told = CliRunner().invoke(app, [*asked, "--gateway", str(http.base_url)])
+    assert told.exit_code == 0, told.output
+    sound, _ = (json.loads(row) for row in Path(output).read_text().splitlines())
+    (item,) = sound["response"]["body"]["usage"]["gridsieve"]["media"]
+    assert (sound["custom_id"], item["heard_s"]) == ("bell.wav", pytest.approx(1.2))
+    part = ["--start-s", "0.25", "--end-s", "1", "--max-new-tokens", "1", "--json", "--server", hearing.address]
+    told = CliRunner().invoke(app, ["ask", str(bell), QUESTION, *part])
+    assert json.loads(told.stdout)["usage"]["media"][0]["heard_s"] == pytest.approx(0.75)

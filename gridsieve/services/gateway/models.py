@@ -61,8 +61,8 @@ class Models:
         return JSONResponse(self._object(found))
 
     def _object(self, model: Model) -> dict[str, object]:
-        """OpenAI's fields, vLLM's, the task, the instruction of prompts that have none, the pruning of videos
-        for which a request names none, and the methods."""
+        """OpenAI's fields, vLLM's, the task, the instruction of prompts that have none, whether they may have sounds,
+        the pruning of videos for which a request names none, and the methods."""
         return {
             "id": model.name,
             "object": "model",
@@ -73,6 +73,7 @@ class Models:
             "max_model_len": model.max_model_len,
             "task": model.task,
             "instruction": model.instruction or None,
+            "sounds": model.sounds,
             "pruning": {
                 "rate": model.pruning_rate,
                 "method": model.pruning_method,

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import Any, TypeAlias
 
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
@@ -167,8 +167,9 @@ def endpoint_of(routes: Sequence[BaseRoute]) -> Callable[[Request], Awaitable[Re
 def document(routes: Sequence[BaseRoute]) -> Schema:
     """Raises KeyError for a route that has no operation here."""
     bodies = {each.body for each in _OPERATIONS.values() if isinstance(each.body, type)}
+    models: list[tuple[type[BaseModel], JsonSchemaMode]]
     models = [(model, "validation") for model in sorted(bodies, key=lambda model: model.__name__)]
-    _, schemas = models_json_schema(models, ref_template=_REF.format(kind="schemas", name="{model}"))  # type: ignore[arg-type]
+    _, schemas = models_json_schema(models, ref_template=_REF.format(kind="schemas", name="{model}"))
     paths: dict[str, Schema] = {}
     for route in routes:
         assert isinstance(route, Route | WebSocketRoute)

@@ -89,6 +89,7 @@ async def main() -> ExitStatus:
             family.methods,
             usual,
             live,
+            family.hears(checkpoint),
         )
         engine = Engine(
             built.runner,

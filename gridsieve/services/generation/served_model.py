@@ -64,6 +64,7 @@ class ServedModel:
     notation: of times in videos.
     reads: how prompts are read; None of a model that generates.
     live: None of families that are not served in live sessions.
+    sounds: whether prompts may have sounds.
     """
 
     names: Sequence[str]
@@ -79,6 +80,7 @@ class ServedModel:
     pruning_methods: Sequence[str]
     usual_method: str
     live: LiveModel | None = None
+    sounds: bool = False
     reads: Reading | None = None
     notation: Notation = field(default_factory=Notation)
 
@@ -95,6 +97,7 @@ class ServedModel:
         pruning_methods: Sequence[str],
         usual_method: str,
         live: LiveModel | None = None,
+        sounds: bool = False,
     ) -> Self:
         """tokenizer, defaults: of the checkpoint. limit_tokens: of a prompt after pruning and its answer."""
         templates = chat_templates(checkpoint).for_tools
@@ -121,6 +124,7 @@ class ServedModel:
             pruning_methods,
             usual_method,
             live,
+            sounds,
             model.reads,
             Notation(model.clock_times),
         )

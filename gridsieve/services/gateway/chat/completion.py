@@ -91,11 +91,7 @@ class CompletionWriter:
     def _told(self, of: Choice | Finished) -> dict[str, Any]:
         """What a choice has of its moments, and of what it attended to."""
         told: dict[str, Any] = {} if of.attention is None else {"attention": _attention(of.attention)}
-        if self._moments is not None:
-            told["moments"] = [asdict(moment) for moment in of.moments]
-            if self._moments.captions:
-                told["captions"] = captions(of.moments, self._moments.captions)
-        return told
+        return told if self._moments is None else told | moments_of(of, self._moments)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -161,6 +157,12 @@ def _usage(usage: Usage, timings: Timings) -> dict[str, Any]:
         "completion_tokens_details": {"reasoning_tokens": usage.thought_tokens},
         "gridsieve": measured(usage, timings),
     }
+
+
+def moments_of(of: Choice | Finished, form: MomentsFormat) -> dict[str, Any]:
+    """The moments of an answer and, where the request asks for them, captions."""
+    told: dict[str, Any] = {"moments": [asdict(moment) for moment in of.moments]}
+    return told | {"captions": captions(of.moments, form.captions)} if form.captions else told
 
 
 def measured(usage: Usage, timings: Timings) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def part_of(part: AnyPart, name: str, request: MediaOptions, uploads: Uploads) -
     if isinstance(part, TextPart):
         return Text(part.text), None
     if isinstance(part, AudioPart):
-        return _sound(part, name)
+        return sound_of(part, name, request)
     if isinstance(part, EmbedsPart):
         return _of_embeds(part, name), MediaNames(
             f"{name}.{part.type}", f"{name}.pruning" if part.pruning else "pruning"
@@ -172,18 +172,24 @@ def part_of(part: AnyPart, name: str, request: MediaOptions, uploads: Uploads) -
     return item, media_names(part, request, name, _location_of(part))
 
 
-def _sound(part: AudioPart, name: str) -> tuple[Audio, MediaNames]:
+def sound_of(part: AudioPart, name: str, request: MediaOptions) -> tuple[Audio, MediaNames]:
     """Raises InvalidRequest for data that are not base64, and a URL that cannot be one of a sound."""
+    heard, names = dict[str, Any](), dict[str, str]()
+    for of, given in (("", request), (f"{name}.", part)):
+        for field in ("video_start", "video_end"):
+            if (value := getattr(given.mm_processor_kwargs, field, None)) is not None:
+                heard[_CHOSEN_NAMES[field]] = value
+                names[_CHOSEN_NAMES[field]] = f"{of}mm_processor_kwargs.{field}"
     if isinstance(part, InputAudioPart):
         place = f"{name}.input_audio.data"
         with within(place):
             data = DataUrl("", is_base64=True, body=part.input_audio.data.encode()).data
-        return Audio(data=data), MediaNames(place)
+        return Audio(data=data, **heard), MediaNames(place, sampling=names)
     place = f"{name}.{location_in(part, [part.type])}"
     source = _located(part.audio_url if isinstance(part.audio_url, str) else part.audio_url.url, place)
     if "pictures" in source:
         raise InvalidRequest(f"must hold a sound, got {_FRAMES}", field=place)
-    return Audio(**source), MediaNames(place)
+    return Audio(**source, **heard), MediaNames(place, sampling=names)
 
 
 def _of_embeds(part: EmbedsPart, name: str) -> Image | Video:

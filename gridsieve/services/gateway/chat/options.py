@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from gridsieve.client.prompt import Options
+from gridsieve.client.prompt import Message, Options, Video
 from gridsieve.client.tools import Tool
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.services.gateway.chat.request import (
@@ -31,9 +31,8 @@ _SAME_NAMES = (
 def options_of(request: ChatRequest) -> tuple[Options, dict[str, str]]:
     """The options, and the body's names of fields of Sampling, where they differ. Raises InvalidRequest for fields that
     contradict one another."""
-    options = Options()
     given: Mapping[str, object] = {name: getattr(request, name) for name in _SAME_NAMES}
-    options.update({name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]
+    options = cast("Options", {name: value for name, value in given.items() if value is not None})
     most, older = request.max_completion_tokens, request.max_tokens
     if older is not None and most not in (None, older):
         text = f"must not differ from max_completion_tokens, got {older} and {most}"
@@ -85,6 +84,17 @@ def template_options_of(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return {name: value for name, value in (given or {}).items() if (name, value) != ("add_generation_prompt", True)}
 
 
+def set_moments(options: Options, form: MomentsFormat) -> None:
+    options["moments"] = True if form.grain_s is None else form.grain_s
+
+
+def check_captions(form: MomentsFormat, messages: Sequence[Message], name: str) -> None:
+    """name: of the format. Raises InvalidRequest for captions of several videos, or of none."""
+    videos = sum(isinstance(part, Video) for message in messages for part in message.parts)
+    if form.captions and videos != 1:
+        raise InvalidRequest(field=f"{name}.captions", limit="of one video", value=f"{videos} videos")
+
+
 def _set_structure(options: Options, request: ChatRequest) -> str:
     """The field that says it."""
     name, other = "json_schema", request.structured_outputs
@@ -93,8 +103,8 @@ def _set_structure(options: Options, request: ChatRequest) -> str:
             options["json_object"], name = True, "response_format"
         case SchemaFormat(json_schema=given_schema):
             options["json_schema"], name = given_schema.schema_, "response_format.json_schema.schema"
-        case MomentsFormat(grain_s=grain_s):
-            options["moments"] = True if grain_s is None else grain_s
+        case MomentsFormat() as form:
+            set_moments(options, form)
     if other is None or (other.json_ is None and not other.json_object):
         return name
     if options.keys() & {"json_object", "json_schema", "moments"}:

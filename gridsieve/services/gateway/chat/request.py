@@ -187,12 +187,23 @@ class SoundFile(Strict):
     format: Unused = None
 
 
-class InputAudioPart(Marked):
+class SoundChoice(Strict):
+    """`mm_processor_kwargs` of a sound: the part that is heard, in the names of a video's, in seconds."""
+
+    video_start: float | None = None
+    video_end: float | None = None
+
+
+class SoundPart(Marked):
+    mm_processor_kwargs: SoundChoice | None = None
+
+
+class InputAudioPart(SoundPart):
     type: Literal["input_audio"]
     input_audio: SoundFile
 
 
-class AudioURLPart(Marked):
+class AudioURLPart(SoundPart):
     """vLLM's."""
 
     type: Literal["audio_url"]

@@ -9,6 +9,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from gridsieve.services.gateway.chat.options import check_captions
 from gridsieve.services.gateway.files import Uploads
 from gridsieve.services.gateway.http.body import BodyLimit
 from gridsieve.services.gateway.http.errors import LARGER_BODIES
@@ -16,7 +17,7 @@ from gridsieve.services.gateway.http.request_guard import Call
 from gridsieve.services.gateway.questions import Question, Questions
 from gridsieve.services.gateway.responses.earlier import asked_of, continued, response_of
 from gridsieve.services.gateway.responses.options import options_of
-from gridsieve.services.gateway.responses.request import parse
+from gridsieve.services.gateway.responses.request import FORMAT, parse
 from gridsieve.services.gateway.responses.response import ResponseWriter, repeated
 from gridsieve.services.gateway.responses.store import (
     CONVERSATION_BYTES,
@@ -54,6 +55,9 @@ class Responses:
         limit = min(self._questions.body_limit, _OF_STORE, key=lambda limit: limit.size_bytes)
         found = continued(parse(body), self._store, owner, limit)
         request, turns = found.request, turns_of(found.request, found.earlier, uploads)
+        messages = [turn.message for turn in turns]
+        if request.moments:
+            check_captions(request.moments, messages, FORMAT)
         keep = None
         if request.store is not False and len(body) <= RESPONSE_BYTES:
             keep = partial(self._keep, owner, request.previous_response_id, asked_of(request))
@@ -61,9 +65,9 @@ class Responses:
         return Question(
             model=request.model,
             is_streamed=bool(request.stream),
-            messages=[turn.message for turn in turns],
+            messages=messages,
             options=options_of(request),
-            writer=lambda _, model: ResponseWriter(fields, model, keep),
+            writer=lambda _, model: ResponseWriter(fields, model, keep, request.moments),
             logged={"user": request.user, "metadata": request.metadata},
             name_of=names_of(turns).name_of,
             stored_bytes=found.stored_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gridsieve.client.prompt import Options
-from gridsieve.services.gateway.chat.options import set_tools, template_options_of
+from gridsieve.services.gateway.chat.options import set_moments, set_tools, template_options_of
 from gridsieve.services.gateway.chat.request import ObjectFormat
 from gridsieve.services.gateway.responses.request import ResponsesRequest, SchemaFormat
 
@@ -24,6 +24,8 @@ def options_of(request: ResponsesRequest) -> Options:
         yields=request.service_tier == "flex",
     )
     set_tools(options, request.tools or (), request.tool_choice, "tool_choice")
+    if request.moments:
+        set_moments(options, request.moments)
     if options["tool_choice"] not in (None, "auto", "none"):
         return options  # no text, whose format some clients send with it
     match request.text.format if request.text else None:

@@ -14,11 +14,13 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.services.gateway.chat.request import (
+    AudioPart,
     FunctionDefinition,
     FunctionName,
     JsonSchema,
     Location,
     MediaOptions,
+    MomentsFormat,
     ObjectFormat,
     TextFormat,
     VideoOptions,
@@ -30,6 +32,8 @@ _STATEFUL = {
     "prompt": "prompts are not kept, send instructions and input",
     "background": "the answer is sent to the request that asks for it",
 }
+
+FORMAT = "text.format"
 
 Summary: TypeAlias = Literal["auto", "concise", "detailed"]
 Ignored: TypeAlias = Any
@@ -79,7 +83,7 @@ class InputVideo(VideoOptions):
 
 
 MediaPart: TypeAlias = InputImage | InputVideo | InputFile
-AnyPart: TypeAlias = Annotated[InputText | OutputText | MediaPart, Field(discriminator="type")]
+AnyPart: TypeAlias = Annotated[InputText | OutputText | MediaPart | AudioPart, Field(discriminator="type")]
 
 
 class MessageItem(Strict):
@@ -163,7 +167,9 @@ class SchemaFormat(JsonSchema):
 class TextOptions(Strict):
     """verbosity: has no effect."""
 
-    format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[TextFormat | ObjectFormat | SchemaFormat | MomentsFormat, Field(discriminator="type")] | None = (
+        None
+    )
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
@@ -223,6 +229,12 @@ class ResponsesRequest(MediaOptions):
     conversation: Any = None
     prompt: Any = None
     background: Any = None
+
+    @property
+    def moments(self) -> MomentsFormat | None:
+        """The format of an answer in moments; None: it is in another one."""
+        form = self.text.format if self.text else None
+        return form if isinstance(form, MomentsFormat) else None
 
 
 def parse(body: bytes | bytearray) -> ResponsesRequest:

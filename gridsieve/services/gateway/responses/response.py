@@ -25,7 +25,8 @@ from typing import Any, ClassVar
 from gridsieve.client.answer import Accepted, Answer, Delta, Finished, FinishReason, Timings, Usage
 from gridsieve.client.tools import ToolCallDelta
 from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, Overloaded
-from gridsieve.services.gateway.chat.completion import measured, token_logprobs
+from gridsieve.services.gateway.chat.completion import measured, moments_of, token_logprobs
+from gridsieve.services.gateway.chat.request import MomentsFormat
 from gridsieve.services.gateway.questions import ServerSent, server_sent
 from gridsieve.services.gateway.responses.request import NamedTool, ResponsesRequest
 
@@ -102,12 +103,20 @@ class ResponseWriter:
     """One answer: its object, or its events; an `AnswerWriter`.
 
     fields: those of the request that it repeats. keep: stores the object of an answer, and returns whether it is
-    stored; None: it is not to be.
+    stored; None: it is not to be. moments: that the answer is in moments, of which the whole object then has a list.
     """
 
-    def __init__(self, fields: dict[str, Any], model: str, keep: Callable[[dict[str, Any]], bool] | None) -> None:
+    def __init__(
+        self,
+        fields: dict[str, Any],
+        model: str,
+        keep: Callable[[dict[str, Any]], bool] | None,
+        moments: MomentsFormat | None = None,
+    ) -> None:
         self._id = uuid.uuid4().hex  # not the request's, which callers may give to several
         self._keep = keep
+        self._moments = moments
+        self._found: dict[str, Any] = {}  # moments, and captions
         self._fields = fields | {"model": model, "store": keep is not None}
         self._created_s = int(time.time())
         self._events = 0
@@ -133,7 +142,7 @@ class ResponseWriter:
             ),
             choice.thought,
         )
-        finished = Finished(choice.index, choice.reason, answer.usage, answer.timings)
+        finished = Finished(choice.index, choice.reason, answer.usage, answer.timings, choice.moments)
         for _ in chain(self.next(text), self.next(finished)):
             pass
         return self._ended(answer.usage, answer.timings)
@@ -145,6 +154,8 @@ class ResponseWriter:
     def next(self, event: Delta | Finished) -> Iterator[ServerSent]:
         if isinstance(event, Finished):
             self._is_cut_off = event.reason is FinishReason.LENGTH
+            if self._moments is not None:
+                self._found = moments_of(event, self._moments)
             if not self._output and self._item is None:
                 yield from self._begin_item(_Text(self._next_id("msg"), logprobs=self._early_logprobs))
             yield from self._end_item("incomplete" if self._is_cut_off else "completed")
@@ -245,7 +256,7 @@ class ResponseWriter:
 
     def _ended(self, usage: Usage, timings: Timings) -> dict[str, Any]:
         """The object of the whole answer, which is stored if it is to be."""
-        told = self._object(self._status(), usage=_usage(usage, timings))
+        told = self._object(self._status(), usage=_usage(usage, timings)) | self._found
         told["store"] = self._keep is not None and self._keep(told)
         return told
 

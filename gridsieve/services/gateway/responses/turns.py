@@ -19,12 +19,21 @@ from gridsieve.client.prompt import Message, Part, Role, Text
 from gridsieve.client.tools import ToolCall
 from gridsieve.common.contract.errors import within
 from gridsieve.common.contract.wire import completed
-from gridsieve.services.gateway.chat.content import Turn, content_of, location_in, media, media_names, source_of
+from gridsieve.services.gateway.chat.content import (
+    Turn,
+    content_of,
+    location_in,
+    media,
+    media_names,
+    sound_of,
+    source_of,
+)
 from gridsieve.services.gateway.chat.names import FieldNames, MediaNames, TurnNames
-from gridsieve.services.gateway.chat.request import PruningFields
+from gridsieve.services.gateway.chat.request import AudioPart, PruningFields
 from gridsieve.services.gateway.files import Uploads
 from gridsieve.services.gateway.responses.earlier import Earlier
 from gridsieve.services.gateway.responses.request import (
+    FORMAT,
     AnyPart,
     CallItem,
     InputImage,
@@ -43,7 +52,7 @@ _LOCATIONS = {
     "input_file": ("file_data", "file_id", "file_url"),
 }
 _NO_TEXT = (Text(""),)
-_OPTIONS = {"max_new_tokens": "max_output_tokens", "json_schema": "text.format.schema"}
+_OPTIONS = {"max_new_tokens": "max_output_tokens", "json_schema": "text.format.schema", "moments": FORMAT}
 
 
 def turns_of(request: ResponsesRequest, earlier: Sequence[Earlier], uploads: Uploads) -> list[Turn]:
@@ -119,6 +128,8 @@ def _with_call(turn: Turn, item: CallItem, name: str) -> Turn:
 
 
 def _part(part: AnyPart, name: str, request: ResponsesRequest, uploads: Uploads) -> tuple[Part, MediaNames | None]:
+    if isinstance(part, AudioPart):
+        return sound_of(part, name, request)
     if not isinstance(part, MediaPart):
         return Text(part.text), None
     source = source_of(part, _LOCATIONS[part.type], name, uploads)

@@ -1,11 +1,14 @@
-// The chosen clip: its preview, its limits, and how it gets to the server: uploaded once, or where uploads are off
-// inside of each question.
+// The chosen clip, a video, an image or a sound: its preview, its limits, and how it gets to the server: uploaded once, or
+// inside of each question where uploads are off, and if it is a sound.
 
 import { byId, sizeOf } from "./elements.js";
 import { clearErrors, showError } from "./errors.js";
 import { upload, version } from "./server.js";
+import { takesSounds } from "./service.js";
 
-// {file, source: the path on this server that has the file, or null, kind: "video" or "image", url: for the browser,
+const PREVIEWS = { video: "player", image: "picture", audio: "sound" };
+
+// {file, source: the path on this server that has the file, or null, kind: of PREVIEWS, url: for the browser,
 //  sending: a promise of the uploaded file's id, stop: an AbortController while it is sent}
 let clip = null;
 
@@ -21,23 +24,23 @@ export function needed() {
 export async function choose(file, source = null) {
   forget();
   clearErrors();
-  const [, kind] = /^(video|image)\//.exec(file.type || "video/unknown") ?? []; // the bytes tell the server what it is
-  if (!kind) {
+  const [, kind] = /^(video|image|audio)\//.exec(file.type || "video/unknown") ?? []; // the bytes tell the server what it is
+  if (!kind || (kind === "audio" && !takesSounds())) {
     byId("file-error").textContent = `${file.name} is neither a video nor an image.`;
     return;
   }
   const mine = clip = { file, source, kind, url: URL.createObjectURL(file), sending: null, stop: null };
   byId("file-name").textContent = `${file.name}, ${sizeOf(file.size)}`;
-  const preview = byId(kind === "video" ? "player" : "picture");
+  const preview = byId(PREVIEWS[kind]);
   preview.src = clip.url;
   preview.hidden = false;
   try {
     const limits = await version();
     if (clip !== mine) return;
-    const excess = excessOf(file, limits);
+    const excess = excessOf(mine, limits);
     if (excess) forget();
     byId("file-error").textContent = excess;
-    if (!excess && limits.uploads) await uploaded(mine);
+    if (!excess && isUploaded(mine, limits)) await uploaded(mine);
   } catch (error) {
     showError(error, file.name);
   }
@@ -48,28 +51,39 @@ export function forget() {
   clip.stop?.abort();
   URL.revokeObjectURL(clip.url);
   clip = null;
-  for (const id of ["player", "picture"]) byId(id).removeAttribute("src");
-  for (const id of ["player", "picture", "upload"]) byId(id).hidden = true;
+  for (const id of Object.values(PREVIEWS)) byId(id).removeAttribute("src");
+  for (const id of [...Object.values(PREVIEWS), "upload"]) byId(id).hidden = true;
   for (const id of ["file-name", "preview-note"]) byId(id).textContent = "";
 }
 
 // The clip as a part of a question.
 export async function partOf(mine, signal) {
-  const { uploads } = await version();
+  const limits = await version();
   signal.throwIfAborted();
-  if (uploads) {
+  if (isUploaded(mine, limits)) {
     signal.addEventListener("abort", () => mine.stop?.abort());
-    return filePart(await uploaded(mine));
+    return filePart(mine, await uploaded(mine));
   }
   return urlPart(mine, await dataUrl(mine.file));
 }
 
-export function filePart(id) {
-  return { type: "file", file: { file_id: id } };
+export function filePart(mine, id) {
+  return { type: "file", file: { file_id: id }, ...heard(mine) };
 }
 
-export function urlPart({ kind }, url) {
-  return { type: `${kind}_url`, [`${kind}_url`]: { url } };
+export function urlPart(mine, url) {
+  const type = `${mine.kind}_url`;
+  return { type, [type]: { url }, ...heard(mine) };
+}
+
+// The field of a part that lets the model hear the sound of a video.
+function heard({ kind }) {
+  return kind === "video" && byId("hear").checked ? { audio: true } : {};
+}
+
+// Whether the clip is uploaded. Questions name no uploaded sounds.
+export function isUploaded({ kind }, { uploads }) {
+  return uploads !== null && kind !== "audio";
 }
 
 // After the server deleted the file: the next question sends it again.
@@ -77,14 +91,16 @@ export function expired(mine) {
   mine.sending = null;
 }
 
-function excessOf({ name, size }, { max_inline_bytes: inlineBytes, uploads }) {
-  const limit = uploads ? uploads.file_bytes : inlineBytes;
+function excessOf(mine, limits) {
+  const { file: { name, size }, kind } = mine;
+  const limit = isUploaded(mine, limits) ? limits.uploads.file_bytes : limits.max_inline_bytes;
   if (size <= limit) return "";
-  const setting = uploads
+  const setting = limits.uploads
     ? "the gateway with a larger --upload-max-bytes (gridsieve serve: --gateway-upload-max-bytes)"
     : "the gateway and preprocessing with --upload-root (gridsieve serve does)";
+  const start = kind === "audio" ? "" : `, or start ${setting}`;
   return `${name} has ${sizeOf(size)}, and this server takes at most ${sizeOf(limit)} from the page. Cut the clip or `
-    + `encode it smaller, ask about its URL by the API, or start ${setting}.`;
+    + `encode it smaller, ask about its URL by the API${start}.`;
 }
 
 function uploaded(mine) {
@@ -123,11 +139,10 @@ function dataUrl(file) {
 
 function cannotShow() {
   const { kind, file } = clip;
-  byId(kind === "video" ? "player" : "picture").hidden = true;
-  byId("preview-note").textContent = `This browser cannot ${kind === "video" ? "play" : "show"} ${file.name}. The server may still answer.`;
+  byId(PREVIEWS[kind]).hidden = true;
+  byId("preview-note").textContent = `This browser cannot ${kind === "image" ? "show" : "play"} ${file.name}. The server may still answer.`;
 }
 
-byId("player").addEventListener("error", () => { if (clip) cannotShow(); });
+for (const id of Object.values(PREVIEWS)) byId(id).addEventListener("error", () => { if (clip) cannotShow(); });
 byId("player").addEventListener("loadedmetadata", () => { if (clip && !byId("player").videoWidth) cannotShow(); }); // sound alone
-byId("picture").addEventListener("error", () => { if (clip) cannotShow(); });
 byId("stop-upload").addEventListener("click", () => clip.stop?.abort());

@@ -10,13 +10,15 @@ const MAX_SLICES = 64;
 const TOKEN_PX = 24; // the side of a token in a drawn frame
 
 export function drawCost(article, usage) {
-  const { prompt_tokens_full: full, time_to_first_token_s: firstS, generate_s: generateS, stages_s: stages } = usage.gridsieve;
+  const { prompt_tokens_full: full, time_to_first_token_s: firstS, generate_s: generateS, stages_s: stages, media } = usage.gridsieve;
+  const heard = media.filter(({ modality }) => modality === "audio").map(({ heard_s: heardS }) => `${heardS.toFixed(1)} s`);
   list(article, {
     "Prompt tokens": full,
     "After pruning": usage.prompt_tokens,
     "From the cache": usage.prompt_tokens_details.cached_tokens,
     "First token": `${ms(firstS)} ms`,
     "All others": `${ms(generateS)} ms`,
+    ...(heard.length && { "Sound heard": heard.join(", ") }),
   });
   const used = Object.entries(stages).filter(([, seconds]) => seconds > 0);
   article.querySelector(".bar").replaceChildren(...used.map(([stage, seconds]) => {

@@ -2,7 +2,7 @@
 
 import { byId } from "./elements.js";
 
-const CLIP_FIELD = /^messages\[0\]\.content\[\d\](\.(video|image)_url(\.url)?|\.file(\.file_id)?)?(?= )/; // the clip
+const CLIP_FIELD = /^messages\[0\]\.content\[\d\](\.(video|image|audio)_url(\.url)?|\.file(\.file_id)?|(?<sound>\.audio))?(?= )/; // the clip, or its sound
 
 export function clearErrors() {
   for (const id of ["file-error", "films-error", "token-error", "question-error"]) byId(id).textContent = "";
@@ -16,7 +16,7 @@ export function showError(error, clipName) {
     byId("token-error").textContent = error.message;
     byId("token").focus();
   } else if (CLIP_FIELD.test(error.message)) {
-    byId("file-error").textContent = error.message.replace(CLIP_FIELD, () => clipName);
+    byId("file-error").textContent = error.message.replace(CLIP_FIELD, (...found) => (found.at(-1).sound ? `The sound of ${clipName}` : clipName));
   } else {
     byId("question-error").textContent = error.message;
   }

@@ -1,7 +1,7 @@
 // Begins the page, and lets its parts take turns: a question about a clip, or a camera that is watched, the browser's own or one with a URL.
 
 import * as camera from "./camera.js";
-import { choose, forget, needed } from "./clip.js";
+import { choose, forget, isUploaded, needed } from "./clip.js";
 import { byId, percent } from "./elements.js";
 import { clearErrors, showError } from "./errors.js";
 import { askAbout, find, showFilms, stopFilms } from "./films.js";
@@ -113,8 +113,7 @@ for (const [id, written] of [["curl", curl], ["python", python]]) {
     const clip = needed();
     if (!clip || !byId("ask").reportValidity()) return;
     try {
-      const { uploads } = await version();
-      await copy(written(clip, bodyNow, { takesUploads: uploads !== null, hasToken: byId("token").value !== "" }), clip);
+      await copy(written(clip, bodyNow, { uploads: isUploaded(clip, await version()), hasToken: byId("token").value !== "" }), clip);
     } catch (error) {
       showError(error, clip.file.name);
     }

@@ -122,7 +122,7 @@ async function fill(article, clip, bodyOf, signal, drawn) {
     const { answer, usage, attention } = await answered(article, response);
     const [{ modality, pruning_rate: rate }] = usage.gridsieve.media;
     if (article.dataset.automatic) article.querySelector("h2").textContent += `, by ${percent(rate)}`;
-    if (modality === "video" || attention) drawn.push([article, bodyOf, attention]);
+    if (modality === "video" || (attention && modality !== "audio")) drawn.push([article, bodyOf, attention]);
     else article.setAttribute("aria-busy", "false");
     return answer;
   } catch (error) {

@@ -6,14 +6,15 @@ import { unique } from "./elements.js";
 import { addressOf } from "./server.js";
 
 // clip: {file, source: the path on this server that has the file, or null, …}. bodyOf: the question's, by the clip's part.
-export function curl(clip, bodyOf, { takesUploads, hasToken }) {
+// uploads: whether the clip is uploaded, or sent inside of the question.
+export function curl(clip, bodyOf, { uploads, hasToken }) {
   const place = unique();
-  const body = quoted(JSON.stringify(bodyOf(partWith(place, clip, takesUploads)), null, 2));
+  const body = quoted(JSON.stringify(bodyOf(partWith(place, clip, uploads)), null, 2));
   const token = hasToken ? ' -H "Authorization: Bearer $GRIDSIEVE_TOKEN"' : "";
   const ask = `curl -sS ${quoted(addressOf("v1/chat/completions"))}${token} -H 'Content-Type: application/json' -d`;
   const name = quoted(clip.file.name);
   const lines = clip.source ? [`curl -sS ${quoted(addressOf(clip.source))} -o ${name}`] : [];
-  if (takesUploads) {
+  if (uploads) {
     const form = quoted(`file=@"${clip.file.name.replace(/["\\]/g, "\\$&")}"`);
     const upload = `curl -sS ${quoted(addressOf("v1/files"))}${token} -F ${form}`;
     lines.push(
@@ -29,14 +30,14 @@ export function curl(clip, bodyOf, { takesUploads, hasToken }) {
   return `${lines.join("\n")}\n`;
 }
 
-export function python(clip, bodyOf, { takesUploads, hasToken }) {
+export function python(clip, bodyOf, { uploads, hasToken }) {
   const place = unique();
-  const { messages, max_completion_tokens: longest, ...others } = bodyOf(partWith(place, clip, takesUploads));
-  const value = takesUploads ? [`"${place}"`, "clip.id"] : [`${place}"`, '" + base64.b64encode(clip).decode()'];
+  const { messages, max_completion_tokens: longest, ...others } = bodyOf(partWith(place, clip, uploads));
+  const value = uploads ? [`"${place}"`, "clip.id"] : [`${place}"`, '" + base64.b64encode(clip).decode()'];
   const name = JSON.stringify(clip.file.name);
   const token = hasToken ? 'os.environ["GRIDSIEVE_TOKEN"]' : '"unused"';
   return `${[
-    ...(takesUploads ? [] : ["import base64"]),
+    ...(uploads ? [] : ["import base64"]),
     ...(hasToken ? ["import os"] : []),
     "from pathlib import Path",
     ...(clip.source ? ["from urllib.request import urlretrieve"] : []),
@@ -45,7 +46,7 @@ export function python(clip, bodyOf, { takesUploads, hasToken }) {
     "",
     ...(clip.source ? [`urlretrieve(${JSON.stringify(addressOf(clip.source))}, ${name})`] : []),
     `client = OpenAI(base_url=${JSON.stringify(addressOf("v1"))}, api_key=${token})`,
-    takesUploads ? `clip = client.files.create(file=Path(${name}), purpose="user_data")` : `clip = Path(${name}).read_bytes()`,
+    uploads ? `clip = client.files.create(file=Path(${name}), purpose="user_data")` : `clip = Path(${name}).read_bytes()`,
     "answer = client.chat.completions.create(",
     "    model=client.models.list().data[0].id,",
     `    messages=${indented(messages).replace(...value)},`,
@@ -57,13 +58,15 @@ export function python(clip, bodyOf, { takesUploads, hasToken }) {
 }
 
 // The clip's part, in which `place` stands for what the text fills in: the file's id, or its bytes in base64.
-function partWith(place, clip, takesUploads) {
-  return takesUploads ? filePart(place) : urlPart(clip, `data:${clip.file.type};base64,${place}`);
+function partWith(place, clip, uploads) {
+  return uploads ? filePart(clip, place) : urlPart(clip, `data:${clip.file.type};base64,${place}`);
 }
 
-// JSON without true, false and null is Python.
+// JSON in which true is Python's; a question has neither false nor null.
 function indented(value) {
-  return JSON.stringify(value, null, 4).replaceAll("\n", "\n    ");
+  const yes = unique();
+  const text = JSON.stringify(value, (_, each) => (each === true ? yes : each), 4);
+  return text.replaceAll(`"${yes}"`, "True").replaceAll("\n", "\n    ");
 }
 
 function quoted(text) {

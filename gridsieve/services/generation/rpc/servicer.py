@@ -96,6 +96,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 pruning_methods=map(method_message, self._model.pruning_methods),
                 task=f"TASK_{self._model.task.upper()}",
                 instruction=self._model.reads.instruction if self._model.reads else "",
+                sounds=self._model.sounds,
             )
 
     async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse]:

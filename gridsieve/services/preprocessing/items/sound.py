@@ -48,8 +48,7 @@ def sound_item(
             field=field,
             value=samples / log_mel.rate,
             limit=most_s,
-            # Over HTTP a sound by itself cannot be cut.
-            remedy="set `frame_sampling.start_s` and `frame_sampling.end_s`" if field else None,
+            remedy="set `frame_sampling.start_s` and `frame_sampling.end_s`",
         )
     planned = PlannedSound(source, index, begin_s, samples, log_mel)
     tokens = family.sound_tokens(log_mel.frames_of(samples))
