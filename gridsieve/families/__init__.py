@@ -25,7 +25,6 @@ GROUP = "gridsieve.families"
 _BOTH = (Modality.IMAGE, Modality.VIDEO)
 _LINEAR, _UNREAD = "one-dimensional", "one-dimensional, and read by no layer"
 _STAMPED = "M-RoPE, each slice after its timestamp"
-_NO_FLOAT16 = "no float16 tower"
 _FEW_QUANTISED = "quantised checkpoints in 4 bits and in fp8 by blocks only"
 
 
@@ -92,7 +91,7 @@ _OF_LLAVA = partial(ModelFamily, folder="gridsieve.families.llava", positions=_L
 _LLAVA = partial(
     _OF_LLAVA,
     prompt="prompt:Llava.from_checkpoint",
-    limits=f"no videos; {_NO_FLOAT16}",
+    limits="no videos",
     media=(Modality.IMAGE,),
 )
 _MINICPM = partial(ModelFamily, folder="gridsieve.families.minicpm")
@@ -100,7 +99,6 @@ _MINICPM_4_6 = partial(
     _MINICPM,
     prompt="v4_6.prompt:MiniCPMV46.from_checkpoint",
     tower="v4_6.tower:load",
-    limits=_NO_FLOAT16,
     # Measured: benchmarks/RESULTS.md, "Pruning tokens that are no patches".
     methods=tuple(method for method in METHODS if method not in (VCAST, VIDCOM2)),
     why_not_all=f"{VCAST} and {VIDCOM2} keep answers less well than dropping at random",
@@ -163,7 +161,6 @@ FAMILIES = (
         folder="gridsieve.families.cosmos",
         prompt="prompt:Cosmos3Edge.from_checkpoint",
         positions="M-RoPE, each frame after its timestamp",
-        limits=_NO_FLOAT16,
         methods=METHODS,
     ),
     _GLM(model_type="glm4v", models="GLM-4.1V, GLM-4.6V-Flash", text="text:GLM4V"),
@@ -181,7 +178,7 @@ FAMILIES = (
         prompt="next_video.prompt:LlavaNextVideo.from_checkpoint",
         tower="next_video.tower:load",
         text="text:NEXT_VIDEO",
-        limits=f"{_NO_FLOAT16}; no spatial_pool_mode conv",
+        limits="no spatial_pool_mode conv",
     ),
     _OF_LLAVA(
         model_type="llava_onevision",
@@ -189,7 +186,6 @@ FAMILIES = (
         prompt="onevision.prompt:LlavaOnevision.from_checkpoint",
         tower="onevision.tower:load",
         text="text:ONEVISION",
-        limits=_NO_FLOAT16,
     ),
     ModelFamily(
         model_type="internvl",
@@ -197,14 +193,13 @@ FAMILIES = (
         folder="gridsieve.families.internvl",
         prompt="prompt:InternVL.from_checkpoint",
         positions=f"{_LINEAR}, each frame after its number",
-        limits=_NO_FLOAT16,
     ),
     _MINICPM(
         model_type="minicpmv",
         models="MiniCPM-V 2.5, 2.6, 4.0, 4.5",
         prompt="prompt:MiniCPMV.from_checkpoint",
         positions=_LINEAR,
-        limits=f"2.5: no videos; {_NO_FLOAT16}; {_FEW_QUANTISED}",
+        limits=f"2.5: no videos; {_FEW_QUANTISED}",
         # Measured: benchmarks/RESULTS.md, "Pruning tokens that are no patches".
         methods=(NONE,),
         why_not_all="a resampler's tokens are not places, and no method keeps answers better than dropping at random",
@@ -220,7 +215,7 @@ FAMILIES = (
         positions=f"{_UNREAD}; each two frames after their times",
         sound="sound:load_sound_tower",
         media=tuple(Modality),
-        limits=f"{_NO_FLOAT16}; {_FEW_QUANTISED}; sounds of at most 400 s",
+        limits=f"{_FEW_QUANTISED}; sounds of at most 400 s",
     ),
     _NEMOTRON(
         model_type="NemotronH_Nano_VL_V2",
@@ -229,7 +224,7 @@ FAMILIES = (
         tower="nano.tower:load",
         text="text:NANO_FAMILY",
         positions=f"{_UNREAD}; each frame after its time",
-        limits=f"{_NO_FLOAT16}; {_FEW_QUANTISED}, so not the FP8 and NVFP4 ones",
+        limits=f"{_FEW_QUANTISED}, so not the FP8 and NVFP4 ones",
     ),
     ModelFamily(
         model_type="ovis2",
@@ -237,7 +232,7 @@ FAMILIES = (
         folder="gridsieve.families.ovis2",
         prompt="prompt:Ovis2.from_checkpoint",
         positions=_LINEAR,
-        limits=f"no videos; {_NO_FLOAT16}",
+        limits="no videos",
         media=(Modality.IMAGE,),
     ),
     ModelFamily(
@@ -246,7 +241,6 @@ FAMILIES = (
         folder="gridsieve.families.smolvlm",
         prompt="prompt:SmolVLM.from_checkpoint",
         positions=f"{_LINEAR}, each frame after its time",
-        limits=_NO_FLOAT16,
     ),
     ModelFamily(
         model_type="video_llama_3",
@@ -254,7 +248,7 @@ FAMILIES = (
         folder="gridsieve.families.videollama",
         prompt="prompt:VideoLlama3.from_checkpoint",
         positions=f"{_LINEAR}, each frame after its time",
-        limits=f"{_NO_FLOAT16}; no use_token_compression",
+        limits="no use_token_compression",
     ),
 )
 

@@ -52,8 +52,7 @@ def test_the_kernel_is_chosen_by_device_dtype_and_head_size_unless_the_flag_says
                 find_attention(wanted, torch.device(device), dtype, 16, head_dim)
         else:
             found = find_attention(wanted, torch.device(device), dtype, 16, head_dim)
-            without = attention.attend_by_length if device == "cpu" else None
-            assert found is (without if wanted == "sdpa" or complaint else attend_by_formula)
+            assert found is (attention.attend_by_length if wanted == "sdpa" or complaint else attend_by_formula)
 
 
 def _refuses(*_: Any) -> Tensor:
@@ -126,6 +125,6 @@ def test_a_kernel_that_is_wrong_in_a_resampler_only_is_used_in_towers_without_on
 
 def test_a_resamplers_kernel_is_tried_with_its_own_queries_and_heads(tmp_path: Path) -> None:
     minicpm.write(tmp_path, 1)
-    with patch.object(vision_model, "find_attention", return_value=None) as found:
+    with patch.object(vision_model, "find_attention", return_value=attention.attend_by_length) as found:
         load_tower(Checkpoint(tmp_path), "float32", CPU)
     assert found.call_args.args[-1] == Resampling(minicpm.QUERIES["2.6"], minicpm.WIDTH // 128, 128)

@@ -318,15 +318,6 @@ def test_a_tower_that_cannot_be_made_is_refused(
         load_tower(Checkpoint(folder), "float32", CPU)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tower"),
-    [("llava", "clip_vision_model"), ("internvl", "internvl_vision"), ("cosmos3_edge", "cosmos3_edge_vision")],
-)
-def test_float16_is_refused(checkpoints: Callable[[str], Path], kind: str, tower: str) -> None:
-    with pytest.raises(StartupError, match=f"--dtype float16: {tower} towers"):
-        load_tower(Checkpoint(checkpoints(kind)), "float16", CPU)
-
-
 def test_weights_that_are_missing_are_named(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
     name = "vision_tower.encoder.layers.0.mlp.fc1.weight"
     folder = changed(checkpoints("llava"), tmp_path / "other", lambda weights: weights.pop(name))

@@ -143,8 +143,6 @@ def test_a_slice_costs_what_torch_counts(
 def test_half_precision_is_as_accurate_as_in_transformers(
     reference: Any, family_checkpoint: Path, shape: FamilyUnderTest, dtype: torch.dtype
 ) -> None:
-    if dtype == torch.float16 and shape.channels_last:
-        pytest.skip("it is refused")
     video = frames_of(2, 4, 4, shape)
     exact = reference_embeds(reference, family_checkpoint, video, shape)
     half = vision_of(shape.model.from_pretrained(family_checkpoint, dtype=dtype))

@@ -19,7 +19,7 @@ def test_models_prints_each_family_and_what_it_can_do(gridsieve: Callable[..., R
     by_type = {each["model_type"]: (each, line) for each, line in zip(families, lines[1::2], strict=True)}
     llava, line = by_type["llava"]
     assert (llava["media"], llava["pruning_methods"], llava["positions"]) == (["image"], [], "one-dimensional")
-    assert line.strip() == "images; positions one-dimensional; no videos; no float16 tower"
+    assert line.strip() == "images; positions one-dimensional; no videos"
     assert by_type["internvl"][0]["media"] == ["image", "video"]
     assert "evs" in by_type["internvl"][0]["pruning_methods"]
     assert by_type["internvl"][1].strip().startswith("images and videos; pruned after the tower by evs")

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridsieve.services.encoder.tower.attention import Attend
@@ -48,6 +47,15 @@ class ResamplerShape(TowerShape):
         return {**queries, "slices": ends_of(rows)} if self.timed else queries
 
 
+class _Attention(nn.Module):
+    """The products of `torch.nn.MultiheadAttention` as linear layers."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = heads, width // heads
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
+
+
 class Resampler(nn.Module):
     """queries: of each slice. width: of the language model. patch_width: of the tower."""
 
@@ -55,9 +63,9 @@ class Resampler(nn.Module):
         super().__init__()
         self.query = nn.Parameter(torch.empty(queries, width))
         self.kv_proj = nn.Identity() if patch_width == width else nn.Linear(patch_width, width, bias=False)
-        self.attn = nn.MultiheadAttention(width, width // _HEAD_DIM)
+        self.attn = _Attention(width, width // _HEAD_DIM)
         self.ln_q, self.ln_kv, self.ln_post = (nn.LayerNorm(width, eps=_EPSILON) for _ in range(3))
-        self.proj = nn.Parameter(torch.empty(width, width))
+        self.proj = nn.Linear(width, width, bias=False)
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Tokens (S · queries, width) of S slices; rows after the last slice's belong to none.
@@ -71,22 +79,33 @@ class Resampler(nn.Module):
             keys = keys + time_embeddings(layout.by_row["times"], values.shape[-1]).to(values.dtype)
             # The length of all keys bounds that of a slice. It adds no blocks of threads to a kernel: only queries do.
             ends, longest = layout.own_ends["slices"], len(keys)
-        weights, biases = self.attn.in_proj_weight.chunk(3), self.attn.in_proj_bias.chunk(3)
         heads = (self.attn.num_heads, self.attn.head_dim)
-        query = F.linear(self.ln_q(self.query), weights[0], biases[0])
+        query = self.attn.q_proj(self.ln_q(self.query))
         query_ends = layout.own_ends["queries"]
         slices = query_ends.shape[0] - 1
         attended = attend(
             query.repeat(slices, 1).unflatten(1, heads),
-            F.linear(keys, weights[1], biases[1]).unflatten(1, heads),
-            F.linear(values, weights[2], biases[2]).unflatten(1, heads),
+            self.attn.k_proj(keys).unflatten(1, heads),
+            self.attn.v_proj(values).unflatten(1, heads),
             query_ends,
             ends,
             query.shape[0],
             longest,
         )
-        tokens: Tensor = self.ln_post(self.attn.out_proj(attended.flatten(1))) @ self.proj
+        tokens: Tensor = self.proj(self.ln_post(self.attn.out_proj(attended.flatten(1))))
         return tokens
+
+
+def as_linear_layers(weights: dict[str, Tensor]) -> None:
+    """Makes the weights of linear layers of those of a resampler as they are stored, in place.
+
+    Stored are the weights of queries, keys and values as one, and the last product's as (inputs, outputs).
+    """
+    for name in [name for name in weights if ".attn.in_proj_" in name]:
+        for part, own in zip("qkv", weights.pop(name).chunk(3), strict=True):
+            weights[name.replace("in_proj_", f"{part}_proj.")] = own
+    for name in [name for name in weights if name.endswith(".proj")]:
+        weights[f"{name}.weight"] = weights.pop(name).T.contiguous()
 
 
 def place_embeddings(places: Tensor, width: int) -> Tensor:

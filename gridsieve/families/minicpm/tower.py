@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 from transformers.models.siglip.configuration_siglip import SiglipVisionConfig
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
@@ -20,7 +21,7 @@ from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import MediaPlan, Modality
 from gridsieve.families.minicpm.cells import Cells
-from gridsieve.families.minicpm.resampler import Resampler, ResamplerShape
+from gridsieve.families.minicpm.resampler import Resampler, ResamplerShape, as_linear_layers
 from gridsieve.families.minicpm.versions import queries_of, version_of
 from gridsieve.families.parts.projected import PassingSiglipAttention, side_of
 from gridsieve.families.parts.tiles import check_plan
@@ -90,6 +91,9 @@ class _MiniCPMV(TowerModel):
         self.resampler = Resampler(queries, width, vision.hidden_size)
         self.resampling = Resampling(queries, self.resampler.attn.num_heads, self.resampler.attn.head_dim)
 
+    def complete(self, weights: dict[str, Tensor], device: torch.device) -> None:
+        as_linear_layers(weights)
+
     def embed_with(self, loaded: LoadedModel, normalisation: Normalisation) -> None:
         super().embed_with(loaded, normalisation)
         self.places = self.vpm.embeddings.position_embedding.weight
@@ -98,7 +102,7 @@ class _MiniCPMV(TowerModel):
     def sizes(self) -> TowerSizes:
         in_layers = linear_weights(self.vpm.encoder)
         hidden, values = self.patch_embed.weight.shape
-        width = self.resampler.proj.shape[0]
+        width = self.resampler.proj.out_features
         # Of each patch also its key and its value.
         patch_weights = in_layers + hidden * values + hidden * width + 2 * width**2
         return TowerSizes(hidden, patch_weights, 0, len(self.layers))

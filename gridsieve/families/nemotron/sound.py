@@ -35,6 +35,7 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.fields import refusing
 from gridsieve.services.compute.packed_linear import pack_linears
+from gridsieve.services.encoder.tower.saturation import saturate, saturated
 from gridsieve.services.encoder.tower.sound import SoundTower
 from gridsieve.services.encoder.tower.vision_model import RunOptions
 from gridsieve.services.encoder.tower.weights import Stored, choose_dtype, fill, find_weights, read_weights
@@ -80,6 +81,8 @@ def load_sound_tower(checkpoint: Checkpoint, options: RunOptions) -> SoundTower 
     fill(model, read_weights(found, dtype, device), dtype, tower="sound tower")
     # Made again off the meta device: it is computed, not stored.
     model.audio_tower.encode_positions = ParakeetEncoderRelPositionalEncoding(config)
+    if dtype == torch.float16:
+        saturate(model)
     pack_linears(model.eval().requires_grad_(False).to(device))
     compute = _Forward(model, dtype, factor)
     return SoundTower(compute, compute.tokens_of, compute.tokens_of, config.num_mel_bins, device)
@@ -127,12 +130,13 @@ class _Attention(ParakeetEncoderAttention):
             own = queries[:, :, begin : begin + _QUERIES_AT_ONCE]
             end = begin + own.shape[2]
             of_own = distances[:, :, tokens - end : 2 * tokens - 1 - begin]
-            scores = self._rel_shift((own + self.bias_v[:, None]) @ of_own.mT)[..., :tokens] * self.scaling
+            products = saturated(saturated(own + self.bias_v[:, None]) @ of_own.mT)
+            scores = self._rel_shift(products)[..., :tokens] * self.scaling
             masked = ~(taken[begin:end, None] & taken)
             scores = scores.masked_fill(masked, torch.finfo(scores.dtype).min)
             attended.append(
                 F.scaled_dot_product_attention(
-                    own + self.bias_u[:, None], keys, values, attn_mask=scores, scale=self.scaling
+                    saturated(own + self.bias_u[:, None]), keys, values, attn_mask=scores, scale=self.scaling
                 )
             )
         return self.o_proj(torch.cat(attended, dim=2).transpose(1, 2).flatten(2)), None

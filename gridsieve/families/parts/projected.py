@@ -159,7 +159,7 @@ class _Llava(TowerModel):
         if hasattr(self.vision_tower, name):
             delattr(self.vision_tower, name)
 
-    def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend | None) -> Tensor:
+    def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Tokens (T, D), or selected features (T, hidden · selected layers), of patches uint8 (P, values)."""
         rows, keywords = self.embed(patches, layout)
         outputs = [rows[None]]

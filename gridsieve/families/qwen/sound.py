@@ -37,6 +37,7 @@ from gridsieve.services.compute.packed_linear import pack_linears
 from gridsieve.services.compute.transfers import to_device
 from gridsieve.services.encoder.tower.attention import VARLEN, Attend, attend_by_length, find_attention
 from gridsieve.services.encoder.tower.packing import ends_of
+from gridsieve.services.encoder.tower.saturation import saturate
 from gridsieve.services.encoder.tower.sound import SoundTower
 from gridsieve.services.encoder.tower.vision_model import RunOptions
 from gridsieve.services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
@@ -69,8 +70,10 @@ def load_sound_tower(checkpoint: Checkpoint, options: RunOptions) -> SoundTower:
     # Made again off the meta device: they are computed, not stored.
     model.positional_embedding = SinusoidsPositionEmbedding(config.max_source_positions, config.d_model)
     heads = config.encoder_attention_heads
-    attend = find_attention(options.attention, device, dtype, heads, config.d_model // heads) or attend_by_length
+    attend = find_attention(options.attention, device, dtype, heads, config.d_model // heads)
     config._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
+    if dtype == torch.float16:
+        saturate(model)
     pack_linears(model.eval().requires_grad_(False).to(device))
     chunk = 2 * config.n_window
     compute = made_of(model, attend, dtype, device, chunk, getattr(config, "n_window_infer", chunk) // chunk)
@@ -165,7 +168,7 @@ class _Qwen2_5(_Forward):  # noqa: N801  (as transformers writes it)
     def _tokens(self, states: Tensor, rows: Sequence[int]) -> Tensor:
         """Of each two rows their mean; a last one without another is dropped."""
         paired = torch.cat([each[: len(each) // 2 * 2] for each in states.split(list(rows))])
-        found: Tensor = self.model.proj(self.model.ln_post((paired[::2] + paired[1::2]) / 2))
+        found: Tensor = self.model.proj(self.model.ln_post(paired[::2] / 2 + paired[1::2] / 2))
         return found
 
 

@@ -59,8 +59,8 @@ class EncoderSettings(UpstreamSettings):
     )
     tower_attention: Literal["auto", "sdpa", "varlen"] = Field(
         "auto",
-        description="sdpa (one call per sequence) or varlen (torch's variable-length flash kernel, one call for all); "
-        "auto: varlen on CUDA in half precision if torch has it, else sdpa",
+        description="sdpa (one call for neighbours of one length) or varlen (torch's variable-length flash kernel, one "
+        "call for all); auto: varlen on CUDA in half precision if torch has it, else sdpa",
     )
     device: str = Field(
         "auto",

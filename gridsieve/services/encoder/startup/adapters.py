@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import structlog
-import torch
 
 from gridsieve.common.adapter_folder import AdapterFolder
 from gridsieve.services.compute.adapter_files import read_adapters, unsupported
@@ -32,8 +31,6 @@ def with_adapters(tower: Tower, folders: Sequence[AdapterFolder]) -> Tower:
                 raise unsupported(
                     files.folder, f"{layer}, of a tower that takes none (with --tower-tensor-parallel, none does)"
                 )
-            if tower.dtype == torch.float16:
-                raise files.folder.refusal("it changes the vision tower, which must not run in float16 (--dtype)")
             additions[digest] = part.additions(tower.adaptable.layers, tower.dtype)
         facts = {"adapter": name, "digest": digest.hex()[:12], "path": str(files.folder.path)}
         log.info("adapter loaded", **facts, layers=len(part.sides), in_tower=bool(part.sides))

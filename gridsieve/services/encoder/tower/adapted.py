@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from gridsieve.services.compute.adapters import Features, LowRank
 from gridsieve.services.encoder.tower.packing import PackedLayout, Side
+from gridsieve.services.encoder.tower.saturation import saturated
 
 # Each matrix begins at a multiple of so many numbers, as compiled code expects of what it reads.
 _ALIGNED = 64
@@ -168,4 +169,4 @@ class _AdaptedLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         computed: Tensor = self.layer(rows)
-        return computed + F.linear(F.linear(rows, self.down), self.up)
+        return saturated(computed + F.linear(saturated(F.linear(rows, self.down)), self.up))

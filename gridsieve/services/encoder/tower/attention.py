@@ -5,8 +5,7 @@
 
 On CUDA in half precision one call of torch's variable-length flash kernel, which is tested once at the start. It reads
 the ends on the device, so a captured graph follows new ones. Otherwise `attend_by_length` computes neighbours of equal
-length together (a, b), on a CPU and for layers that do not split sequences themselves; layers that do call SDPA for
-each sequence.
+length together (a, b).
 Sources: `torch.nn.attention.varlen`, FlashAttention 2, arXiv 2307.08691; `transformers.AttentionInterface`.
 """
 
@@ -28,6 +27,7 @@ from gridsieve.common.contract.errors import StartupError
 from gridsieve.services.compute.device import name_of
 from gridsieve.services.compute.kernels import avoid_cudnn, check_result
 from gridsieve.services.compute.transfers import to_device
+from gridsieve.services.encoder.tower.saturation import saturated
 
 # transformers passes the ends of sequences only to attention functions with "flash" in their names.
 VARLEN = "gridsieve_flash_varlen"
@@ -66,8 +66,8 @@ def find_attention(
     heads: int,
     head_dim: int,
     resampling: Resampling | None = None,
-) -> Attend | None:
-    """The function that attends to all sequences of a tower, or None for transformers' SDPA.
+) -> Attend:
+    """The function that attends to all sequences of a tower: the kernel, or else `attend_by_length`.
 
     resampling: of towers with a resampler, whose attention it computes as well.
     Raises StartupError if `wanted` is varlen and no kernel works.
@@ -79,11 +79,8 @@ def find_attention(
         attend, obstacle = _try_kernel(device, dtype, heads, head_dim, resampling)
     if wanted == "varlen" and obstacle is not None:
         raise StartupError(f"--tower-attention varlen cannot be used: {obstacle}")
-    if device.type == "cpu":
-        attend = attend_by_length
-    name = "sdpa" if obstacle or not attend else "varlen"
-    log.info("tower attention", attention=name, device=str(device), reason=obstacle)
-    return attend
+    log.info("tower attention", attention="varlen" if attend else "sdpa", device=str(device), reason=obstacle)
+    return attend or attend_by_length
 
 
 def unsuitable(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -271,9 +268,13 @@ def varlen_attention(
     max_length_q: int,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function registered with transformers. Returns (1, P, heads, head_dim)."""
+    """The attention function registered with transformers. Returns (1, P, heads, head_dim).
+
+    Rotary embeddings rotate pairs of values, of which one may become as large as the length of the pair. So queries and
+    keys may exceed float16, though the products that they were made of are clamped.
+    """
     assert scaling == query.shape[-1] ** -0.5
-    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    query, key, value = (each[0].transpose(0, 1) for each in (saturated(query), saturated(key), value))
     return attend(query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)[None], None
 
 

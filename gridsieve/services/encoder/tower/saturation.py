@@ -1,77 +1,53 @@
 """Saturating arithmetic for float16 towers: values beyond float16 become its largest value instead of infinity.
 
-    block:  x ── norm ── attention ──(+)──┬── norm ── mlp ──(+)──▶       both sums are clamped, and the inputs and
-            └─────────────────────────┘   └───────────────┘             outputs of every linear layer
+    x ─▶ clamp ─▶ module with weights ─▶ clamp ─▶ …      linear layers, norms, embeddings of patches
+         └─▶ the residual: the same tensor, clamped too
 
-An infinity would become NaN in the next norm, in its token and then in its whole slice. Queries and keys are clamped
-to a smaller value: a rotary embedding rotates pairs of their values, so that one may become as large as the length of
-the pair. Weights are clamped too. bfloat16 and float32 have range enough for any tower.
-It knows no family: the blocks of all families have these parts.
+Sums and products of finite values are finite or infinite, but never NaN. The next norm, product or attention would make
+NaN of an infinity, in its token and then in its whole slice. Each of these begins or ends at a module with weights,
+whose inputs and outputs are clamped, in place: what a norm reads is also the residual, to which the layer adds next.
+Attention clamps queries and keys itself, after rotary embeddings. Weights are clamped too. bfloat16 and float32 have
+range enough for any tower.
+It knows no family.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gridsieve.services.encoder.tower.patches import FoldedPatchEmbed
-
 _MAX = torch.finfo(torch.float16).max
-# The largest float16 value up to √½ of it: a pair of such values is no longer than _MAX.
-_MAX_ROTATED = 32.0 * math.floor(_MAX / math.sqrt(2) / 32)
 
 
-def saturate(model: Any) -> None:
-    """Makes a float16 tower of transformers saturate, in place."""
-    for parameter in model.parameters():
-        _clamp(parameter.data)
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = _SaturatingBlock(block)
-        if hasattr(block.attn, "qkv"):
-            block.attn.qkv.register_forward_hook(_clamp_queries_and_keys)
-        else:
-            for linear in (block.attn.q, block.attn.k):
-                linear.register_forward_hook(_clamp_rotated)
+def saturate(model: nn.Module) -> None:
+    """Makes the modules of a float16 tower saturate, in place.
+
+    On CUDA products of this process are summed in float32 from now on: by default cuBLAS may add parts of a sum in
+    float16, of which two can be infinities of both signs.
+    """
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    for weights in (*model.parameters(), *model.buffers()):
+        if weights.is_floating_point():
+            weights.data.clamp_(-_MAX, _MAX)
     for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Conv2d | FoldedPatchEmbed):
-            module.register_forward_hook(_clamp_output)
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            module.register_forward_pre_hook(_clamp_input)
+        if module is model or any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(_saturate_inputs)
+            module.register_forward_hook(_saturate_output)
 
 
-class _SaturatingBlock(nn.Module):
-    """A transformers block with clamped residual sums."""
-
-    def __init__(self, block: Any) -> None:
-        super().__init__()
-        self.norm1, self.attn, self.norm2, self.mlp = block.norm1, block.attn, block.norm2, block.mlp
-
-    def forward(self, hidden: Tensor, **keywords: Any) -> Tensor:
-        hidden = _clamp(hidden)
-        hidden = _clamp(hidden + self.attn(self.norm1(hidden), **keywords))
-        return _clamp(hidden + self.mlp(self.norm2(hidden)))
+def saturated(values: Tensor) -> Tensor:
+    """The same tensor, clamped in place if it is float16."""
+    return values.clamp_(-_MAX, _MAX) if values.dtype == torch.float16 else values
 
 
-def _clamp(values: Tensor) -> Tensor:
-    return values.clamp_(-_MAX, _MAX)
+def _saturate_inputs(module: nn.Module, given: tuple[Any, ...]) -> None:
+    for each in given:
+        if isinstance(each, Tensor):
+            saturated(each)
 
 
-def _clamp_input(module: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
-    return (_clamp(given[0]),)
-
-
-def _clamp_output(module: nn.Module, given: tuple[Tensor], returned: Tensor) -> Tensor:
-    return _clamp(returned)
-
-
-def _clamp_queries_and_keys(module: nn.Module, given: tuple[Tensor], returned: Tensor) -> Tensor:
-    """returned: (P, 3 · hidden), queries and keys before values."""
-    _clamp_rotated(module, given, returned[:, : 2 * returned.shape[1] // 3])
-    return returned
-
-
-def _clamp_rotated(module: nn.Module, given: tuple[Tensor], returned: Tensor) -> Tensor:
-    return returned.clamp_(-_MAX_ROTATED, _MAX_ROTATED)
+def _saturate_output(module: nn.Module, given: tuple[Any, ...], returned: Any) -> None:
+    if isinstance(returned, Tensor):
+        saturated(returned)

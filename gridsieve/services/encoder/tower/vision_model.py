@@ -63,7 +63,7 @@ class RunOptions:
 class LoadedModel:
     """A model that has its weights. weights: by name, those under `patch_embed` as stored, the others in `dtype`.
 
-    attend: the attention of its layers; None: transformers' SDPA.
+    attend: the attention of its layers.
     """
 
     model: Any
@@ -71,7 +71,7 @@ class LoadedModel:
     patch_embed: str
     dtype: torch.dtype
     device: torch.device
-    attend: Attend | None
+    attend: Attend
 
     def folded(self, normalisation: Normalisation) -> FoldedPatchEmbed:
         """The patch embedding of the weights under `patch_embed`, a convolution over pixels or over frames of them."""
@@ -103,7 +103,7 @@ class LoadedModel:
 
         compute = compute or call
         pack_linears(self.model.eval().requires_grad_(False).to(self.device))
-        varlen = self.attend not in (None, attend_by_length)
+        varlen = self.attend is not attend_by_length
         return Tower(
             forward=ModelForward(partial(compute, self.model), patches.tower, self.device, varlen, tuple(layers)),
             patches=patches,
@@ -191,20 +191,22 @@ def assemble(
     """The tower of a model that was made on the meta device. normalisation: None: that of the checkpoint's processors.
     tower: see `LoadedModel.tower`.
 
-    Raises StartupError if the weights are not those of the model, for float16, or if the attention is unavailable.
+    Raises StartupError if the weights are not those of the model, or if the attention is unavailable.
     """
     kept, vision, device = model.state_dict().keys(), model.vision, options.device
     found = model.find(checkpoint)
     stored = {name: each for name, each in found.items() if name in kept or not name.startswith(model.unread)}
-    dtype = choose_dtype(stored, options.dtype, device, no_float16=f"{vision.model_type} towers overflow it")
+    dtype = choose_dtype(stored, options.dtype, device)
     weights = read_weights(stored, dtype, device, model.patch_embedding)
     model.complete(weights, device)
     fill(model, weights, dtype)
     heads = vision.num_attention_heads
     attend = find_attention(options.attention, device, dtype, heads, vision.hidden_size // heads, model.resampling)
     vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
-    loaded = LoadedModel(model, weights, model.patch_embedding, dtype, device, attend or attend_by_length)
+    loaded = LoadedModel(model, weights, model.patch_embedding, dtype, device, attend)
     model.embed_with(loaded, normalisation or read_normalisation(checkpoint))
+    if dtype == torch.float16:
+        saturate(model)
     subclasses = {each.__base__: each for each in model.passing_on}
     for module in model.layers.modules():
         module.__class__ = subclasses.get(type(module), type(module))
@@ -265,10 +267,8 @@ def make_tower(
     sizes, linear = _sizes(model, hidden, shape, windowed_layers), linear_layers(model, _PEFT_PREFIX)
     if device.type == "cuda":
         align_mlps(model)
-    extra = {"attend": attend} if attend else {}
-    if attend:
-        # The private name: transformers' setter accepts no names with "flash" except its own.
-        config._attn_implementation_internal = VARLEN
+    # The private name: transformers' setter accepts no names with "flash" except its own.
+    config._attn_implementation_internal = VARLEN
 
     def compute(model: Any, patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
         given = {
@@ -276,8 +276,9 @@ def make_tower(
             "position_ids": layout.positions,
             "cu_seqlens": layout.ends,
             "max_seqlen": layout.longest,
+            "attend": attend,
         }
-        return levels(model(patches, **{**given, **keywords(layout), **extra}))
+        return levels(model(patches, **{**given, **keywords(layout)}))
 
     return loaded.tower(
         model.blocks,

@@ -97,17 +97,12 @@ def fill(module: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype, towe
     module.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
 
 
-def choose_dtype(
-    stored: Mapping[str, Stored], wanted: str, device: torch.device, no_float16: str | None = None
-) -> torch.dtype:
+def choose_dtype(stored: Mapping[str, Stored], wanted: str, device: torch.device) -> torch.dtype:
     """The dtype to run in: `wanted`, or for "auto" bfloat16 if every tensor is stored so and the device can multiply
     it, else float32.
 
-    no_float16: why the tower cannot run in it.
-    Raises StartupError for a quantised tower, and for float16 where it cannot run in it.
+    Raises StartupError for a quantised tower.
     """
-    if no_float16 and wanted == "float16":
-        raise StartupError(f"--dtype float16: {no_float16}, use bfloat16 or float32")
     for each in stored.values():
         if each.dtype not in _STORED:
             raise StartupError(
