@@ -85,7 +85,7 @@ class Recall:
         try:
             parts, shown = await self._recording.recalled(self._camera, question, self._best)
             answer = await self._client.ask(parts, question, history=self._history, **options)
-        except (Unavailable, Overloaded) as error:
+        except (Unavailable, Overloaded, OSError) as error:  # OSError: a film that was deleted meanwhile
             self._missed(f"not answered: {error}")
         else:
             self._told(question, answer, shown)

@@ -32,12 +32,12 @@ class Command(TyperCommand):
             option.envvar = list(dict.fromkeys([own, *general]))
             option.show_envvar = False  # the epilog says it for all flags at once
             if option.type_descriptor.annotation == list[str]:  # otherwise split at spaces, which texts contain
-                option.split_envvar_value = str.splitlines  # type: ignore[assignment, method-assign]  # of this option alone
+                option.split_envvar_value = str.splitlines  # type: ignore[assignment, method-assign]  # other options keep the method
         self.epilog = f"Every flag is also an environment variable: {examples[0]}."
         if shared:
             self.epilog += f" Shared by several commands: {', '.join(shared)}."
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # of click's own Context
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # click names its own Context
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:

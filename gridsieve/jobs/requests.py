@@ -113,7 +113,7 @@ class FolderRequests:
         found = (path for path in folder.rglob("*") if kind_of(path) and path.is_file())
         ids = sorted(path.relative_to(folder).as_posix() for path in found)
         if not ids:
-            raise InvalidRequest(f"--folder {folder} has no videos, images and sounds, by the endings of their names")
+            raise InvalidRequest(f"--folder {folder} has no video, image or sound, by the endings of their names")
         return cls(folder, question, fields, on_server, ids)
 
     def size_bytes(self, number: int) -> int:

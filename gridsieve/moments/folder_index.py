@@ -38,7 +38,8 @@ class FolderIndex(FolderSearch):
 
         What is done stays: after an error or an interruption, a later call goes on with what is missing.
 
-        paths: of new films, relative to the folder; no other film is looked at. None: all films of the folder.
+        paths: of new films, relative to the folder; no other film is read or forgotten, and one that is not there is
+        passed over. None: all films of the folder.
         window_s: moments are parts of a film of about so many seconds; None: its shots.
         frames, options: of each moment. "keyframes" has no effect on a moment without one.
         report: called after each moment and each film.
@@ -47,7 +48,7 @@ class FolderIndex(FolderSearch):
         """
         frames, options = frames or {}, options or {}
         store = await asyncio.to_thread(self._store, create=True)
-        with store.locked():
+        async with store.locked():
             await asyncio.to_thread(self.begin, window_s=window_s, frames=frames, options=options)
             update = Update(self._folder, self._embedder, store, window_s, frames, options, report)
             return await update.run(paths)

@@ -5,7 +5,8 @@
 
 The video that a camera sends ends in preprocessing; the pictures of slices (`Snapshots.SLICES`) are what comes out of a
 session. A film of them is one moment. Each film is added to the index once it is written. The whole folder is read at
-the beginning and every SCAN_S: nothing is deleted here, and the index then forgets films that others deleted.
+the beginning and every SCAN_S: nothing is deleted here, and the index then forgets films that others deleted. Until
+then they are not recalled.
 """
 
 from __future__ import annotations
@@ -143,6 +144,7 @@ class Recording:
         Returns the moments, too, by file and time. Raises as `FolderSearch.search`.
         """
         moments = await self._search.shown_for(question, best, spread=0)
+        moments = await asyncio.to_thread(lambda: [each for each in moments if (self._folder / each.path).is_file()])
         parts = self._search.parts(moments)
         if newest := list(self._cameras[camera].newest) if camera in self._cameras else []:
             frames = Frames(tuple(each.data for each in newest), tuple(each.time_s for each in newest))
@@ -175,7 +177,8 @@ class Recording:
 
     async def _follow(self) -> None:
         while True:
-            await self._written.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._written.wait(), max(0.0, self._scan_at_s - time.monotonic()) or None)
             self._written.clear()
             await self._update()
 
@@ -196,8 +199,8 @@ class Recording:
 
 def _utc(wall_s: float) -> str:
     """The name of a film that begins at this time, without its suffix."""
-    time = datetime.fromtimestamp(wall_s, UTC)
-    return f"{time:%Y-%m-%dT%H-%M-%S}.{time.microsecond // 1000:03d}Z"
+    at = datetime.fromtimestamp(wall_s, UTC)
+    return f"{at:%Y-%m-%dT%H-%M-%S}.{at.microsecond // 1000:03d}Z"
 
 
 def _write_film(folder: Path, name: str, pictures: list[_Picture]) -> Path:

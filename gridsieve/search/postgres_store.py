@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ class PostgresStore(Store):
 
     def __init__(self, url: str) -> None:
         self._url = url
+        self._running = threading.Lock()  # threads that find the connection lost open one together
         self._connection = self._opened()
 
     def create(self) -> None:
@@ -34,13 +36,14 @@ class PostgresStore(Store):
         super().create()
 
     def _run(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        if self._connection.closed:
-            self._connection = self._opened()
-        try:
-            cursor = self._connection.execute(sql.replace("?", "%s").encode(), values)
-            return cursor.fetchall() if cursor.description else []
-        except psycopg.Error as error:
-            raise _failed(error) from error
+        with self._running:
+            if self._connection.closed:
+                self._connection = self._opened()
+            try:
+                cursor = self._connection.execute(sql.replace("?", "%s").encode(), values)
+                return cursor.fetchall() if cursor.description else []
+            except psycopg.Error as error:
+                raise _failed(error) from error
 
     def _opened(self) -> psycopg.Connection[tuple[Any, ...]]:
         try:

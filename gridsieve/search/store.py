@@ -10,10 +10,11 @@ that it has. The nearest vectors are found by comparing all of them: results are
 
 from __future__ import annotations
 
+import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -60,15 +61,15 @@ class Store(ABC):
     @abstractmethod
     def unlock(self) -> None: ...
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def locked(self) -> AsyncIterator[None]:
         """One update at a time: the end of one drops moments that no film has. Raises Unavailable."""
-        if not self.lock():
+        if not await asyncio.to_thread(self.lock):
             raise Unavailable("another update of this index has not ended", "store")
         try:
             yield
         finally:
-            self.unlock()
+            await asyncio.to_thread(self.unlock)
 
     def create(self) -> None:
         """Makes the tables, unless they are there."""
@@ -138,7 +139,7 @@ class Store(ABC):
         """Drops moments of contents that neither are named nor belong to a film."""
         named = f"digest NOT IN ({', '.join('?' * len(digests))}) AND " if digests else ""
         self._run(
-            f"DELETE FROM gridsieve_moments WHERE {named}digest NOT IN (SELECT digest FROM gridsieve_films)",  # noqa: S608  (placeholders)
+            f"DELETE FROM gridsieve_moments WHERE {named}digest NOT IN (SELECT digest FROM gridsieve_films)",  # noqa: S608  (of values, only `?` is in it)
             *digests,
         )
 
@@ -153,7 +154,7 @@ class Store(ABC):
     def nearest(self, vector: NDArray[np.float32], limit: int) -> list[FilmMoment]:
         """So many moments, the nearest first. vector: float32 [D]."""
         rows = self._run(
-            f"SELECT f.path, m.start_s, m.end_s, 1 - ({self._DISTANCE}) AS score "  # noqa: S608  (a constant)
+            f"SELECT f.path, m.start_s, m.end_s, 1 - ({self._DISTANCE}) AS score "  # noqa: S608  (of the class, no value)
             "FROM gridsieve_films f JOIN gridsieve_moments m USING (digest) "
             "ORDER BY score DESC, f.path, m.start_s LIMIT ?",
             *(self._vector(vector), limit),

@@ -18,10 +18,9 @@ import httpx
 from tests import media
 from tests.integration.conftest import MAX_INLINE_BYTES
 from tests.integration.fleet import metric_in, until
-from tests.integration.gateway import Gateway, data_url, question, video
+from tests.integration.gateway import Gateway, question, video
 
-CLIP, OTHER = media.clip(16, fps=4), media.clip(8, fps=4, seed=1)
-CLIP_URL, OTHER_URL = data_url("video/mp4", CLIP), data_url("video/mp4", OTHER)
+CLIP = media.clip(16, fps=4)
 RUNNING = "gridsieve_requests_running"
 LARGER = "upload larger files to /v1/files, or give an https URL or a file: path below --media-root"
 

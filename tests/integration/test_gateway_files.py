@@ -22,7 +22,7 @@ from tests.integration.fleet import Stack
 from tests.integration.gateway import Gateway, data_url, gateway, question, video
 
 CLIP, OTHER = media.clip(16, fps=4), media.clip(8, fps=4, seed=1)
-CLIP_URL, OTHER_URL = data_url("video/mp4", CLIP), data_url("video/mp4", OTHER)
+CLIP_URL = data_url("video/mp4", CLIP)
 
 
 def test_the_list_of_files_comes_in_pages(door: Gateway) -> None:

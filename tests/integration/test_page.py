@@ -275,7 +275,7 @@ def test_the_form_begins_with_the_pruning_of_the_service(page: Page, inline_page
 def test_files_that_are_no_clip_are_refused_where_they_were_dropped(page: Page) -> None:
     error = page.get_by_label("Clip", exact=True).get_by_role("alert")
     drop(page, "notes.txt", "text/plain", b"What moves?")
-    expect(error).to_have_text("notes.txt is neither a video nor an image.")
+    expect(error).to_contain_text("notes.txt is no video")
     drop(page, "broken.mp4", "video/mp4", CLIP.read_bytes()[:1000])
     expect(error).to_be_hidden()
     ask(page, "What moves?")
@@ -311,7 +311,7 @@ def test_a_model_that_hears_is_asked_about_sounds_and_clips_with_their_sound(
     silent, bell, talk = media.clip(4, fps=2), media.sound(media.chirp(1.2)), tmp_path / "talk.mkv"
     talk.write_bytes(media.with_sound(silent, media.chirp(1.7)))
     drop(page, "bell.wav", "audio/wav", bell)
-    expect(page.get_by_text("bell.wav is neither a video nor an image.")).to_be_visible()
+    expect(page.get_by_text("bell.wav is no video or image.")).to_be_visible()
     expect(page.get_by_label("Hear the sound of the video")).to_be_hidden()
     with opened(browser, hearing_door) as page:
         drop(page, "bell.wav", "audio/wav", bell)

@@ -138,7 +138,7 @@ def serve_metrics(settings: ServiceSettings) -> None:
     if isinstance(server.socket, ssl.SSLSocket):
         # Handshakes run in the thread of each connection, so that a client that sends nothing blocks no other.
         server.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]  # the stub lacks it
-    server.RequestHandlerClass.timeout = _METRICS_TIMEOUT_S  # type: ignore[attr-defined]  # of StreamRequestHandler
+    server.RequestHandlerClass.timeout = _METRICS_TIMEOUT_S  # type: ignore[attr-defined]  # StreamRequestHandler has it
     server.handle_error = _log_error  # type: ignore[method-assign]  # the default prints tracebacks to stderr
 
 

@@ -26,7 +26,7 @@ export async function choose(file, source = null) {
   clearErrors();
   const [, kind] = /^(video|image|audio)\//.exec(file.type || "video/unknown") ?? []; // the bytes tell the server what it is
   if (!kind || (kind === "audio" && !takesSounds())) {
-    byId("file-error").textContent = `${file.name} is neither a video nor an image.`;
+    byId("file-error").textContent = `${file.name} is no video${takesSounds() ? ", image or sound" : " or image"}.`;
     return;
   }
   const mine = clip = { file, source, kind, url: URL.createObjectURL(file), sending: null, stop: null };

@@ -50,7 +50,7 @@ export async function drawKept(article, { modality, grid, kept, frame_times_s: t
   if (signal.aborted) return;
   figure.querySelector("figcaption").textContent = `${kept.length} of ${t * h * w} visual tokens kept`
     + (kept.length < t * h * w ? `, the others (${percent(1 - kept.length / (t * h * w))}) are dimmed.` : ".")
-    + (attention ? ` ${percent(1 - attention.text_share)} of the answer's attention is on them: the more, the brighter.` : "")
+    + (attention ? ` ${percent(weights.reduce((one, other) => one + other, 0))} of the answer's attention is on them: the more, the brighter.` : "")
     + (shown < t ? ` The first ${shown} of ${t} slices are shown.` : "")
     + (clip ? "" : " This browser cannot play the clip, so its pictures are missing.");
   figure.hidden = false;

@@ -64,7 +64,7 @@ async function converse(clip, signal, drawn) {
   byId("answers").classList.add("conversation");
   byId("note").textContent = "";
   const [earlier, question, pruning] = [turns, byId("question").value, ownPruning()];
-  const article = headed(pruning, question);
+  const article = headed(pruning, question, clip);
   byId("answers").prepend(article);
   const answer = await fill(article, clip, (part) => body(part, earlier, question, pruning), signal, drawn);
   if (answer !== null && !signal.aborted) setTurns([...earlier, { question, answer }]);
@@ -80,7 +80,7 @@ async function compare(clip, signal, drawn) {
   if (compared !== clip) await ask(clip, (part) => ({ ...body(part, [], question, prunings[1]), ...WARM_UP, cache_salt: unique() }), signal);
   compared = clip;
   for (const pruning of prunings) {
-    const article = headed(pruning, "");
+    const article = headed(pruning, "", clip);
     byId("answers").append(article);
     const cache_salt = unique();
     await fill(article, clip, (part) => ({ ...body(part, [], question, pruning), cache_salt }), signal, drawn);
@@ -103,7 +103,9 @@ function body(part, earlier, question, pruning) {
   return { messages, pruning, max_completion_tokens: Number(byId("longest").value) };
 }
 
-function headed({ rate, threshold }, question) {
+// Images and sounds are never pruned.
+function headed(pruning, question, { kind }) {
+  const { rate, threshold } = kind === "video" ? pruning : { rate: 0 };
   const article = newArticle();
   const isAutomatic = threshold !== undefined;
   article.querySelector("h2").textContent = isAutomatic ? "Pruned automatically" : rate ? `Pruned by ${percent(rate)}` : "Not pruned";
