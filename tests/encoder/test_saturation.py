@@ -163,7 +163,7 @@ def test_overflows_within_a_layer_stay_finite(
 def test_attention_values_use_the_whole_range_of_float16(
     family_checkpoint: Path, tmp_path: Path, family: str, shape: FamilyUnderTest
 ) -> None:
-    """Unlike queries and keys, which are clamped to a smaller value. The bias of a third of the channels reveals it."""
+    """The bias of a third of the channels shows that values near its end are kept."""
     changes = {"blocks.0.attn.proj.bias": add(20000, 0, 0), "blocks.0.attn.qkv.bias": add(0, 0, 60000)}
     check_saturates(with_weights(family_checkpoint, tmp_path, changes), family, shape)
 
@@ -226,7 +226,8 @@ def with_large_weights(folder: Path, to: Path, seed: int) -> Path:
 def test_weights_of_any_size_give_finite_embeddings(
     checkpoints: Callable[[str], Path], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders = [with_large_weights(checkpoints(name), tmp_path, seed) for seed in range(6)]
+    seeds = (0, 1, 2, 3, 101, 104)  # the last two: weights of InternVL that are added up are ±infinity in float16
+    folders = [with_large_weights(checkpoints(name), tmp_path, seed) for seed in seeds]
     found = [embeddings(load_tower(Checkpoint(each), "float16", CPU), name) for each in folders]
     assert all(each.isfinite().all() for each in found)
     monkeypatch.setattr(vision_model, "saturate", lambda model: None)

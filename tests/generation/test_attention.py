@@ -70,6 +70,7 @@ def by_formula(query: Tensor, key: Tensor, value: Tensor, start: int, scale: flo
     in_place_tokens=st.sampled_from([1, 6, 100]),
     repeating=st.sampled_from([(), (), ("cpu",)]),
     by_products=st.booleans(),
+    scores=st.sampled_from([1, 100, 65536]),
 )
 def test_every_row_sees_its_own_sequence_and_nothing_else(
     batch: list[tuple[list[int], int, int]],
@@ -78,8 +79,10 @@ def test_every_row_sees_its_own_sequence_and_nothing_else(
     in_place_tokens: int,
     repeating: tuple[str, ...],
     by_products: bool,
+    scores: int,
 ) -> None:
-    """repeating: devices without kernels for grouped heads. by_products: of long chunks, three rows each."""
+    """repeating: devices without kernels for grouped heads. by_products: of long chunks, at most three rows each.
+    scores: of one product, at most."""
 
     def attend(*arrays: Tensor, **named: Any) -> Tensor:
         assert not (repeating and named.get("enable_gqa") and named.get("attn_mask") is not None)
@@ -93,10 +96,27 @@ def test_every_row_sees_its_own_sequence_and_nothing_else(
         patch.object(sdpa.F, "scaled_dot_product_attention", attend),
         patch.object(sdpa, "SHORT_TOKENS", 4 if by_products else 16),
         patch.object(products, "MAX_ROWS", 3),
-        patch.object(products, "MIN_ROWS", 3),
+        patch.object(products, "MAX_SCORES", scores),
+        patch.object(products, "MIN_CONTEXT", 1),
         patch.object(products, "beat_sdpa", lambda device, dtype: by_products),
     ):
         check(SdpaCache(SIZES, torch.zeros(())), batch, seed)
+
+
+def test_products_are_as_near_to_exact_attention_as_sdpa() -> None:
+    """Scores reach 60, and have a part that is the same for all keys, as those of models with a bias of keys."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(8, 100, 64), 10 * torch.randn(2, 300, 64) + 10, torch.randn(2, 300, 64)
+    query, key, value = (each.bfloat16() for each in (query, key, value))
+    exact = by_formula(*(each.double().transpose(0, 1) for each in (query, key, value)), 200, 0.125)
+    masked = sdpa.F.scaled_dot_product_attention(
+        query[None], key[None], value[None], torch.ones(100, 300, dtype=torch.bool).tril(200), enable_gqa=True
+    )
+
+    def error(found: Tensor) -> float:
+        return float((found - exact).pow(2).mean().sqrt())
+
+    assert error(products.attend(query, key, value, 0.125)) < 1.5 * error(masked[0].transpose(0, 1))
 
 
 def test_a_kernel_with_wrong_results_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,7 +305,11 @@ def test_replayed_steps_are_drafted_for(drafted: Models, payoff: str | None) -> 
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("family", "architecture"), [("qwen3_5", MTP), ("qwen2_5_vl", SPECFORGE)], scope="module")
+@pytest.mark.parametrize(
+    ("family", "architecture"),
+    [("qwen3_5", MTP), ("qwen2_5_vl", SPECFORGE), ("qwen3_vl", ANGELSLIM)],
+    scope="module",
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own code
 def test_a_compiled_head_drafts_what_an_eager_one_does(drafted: Models) -> None:
     seen = list[list[tuple[str, int, list[int]]]]()

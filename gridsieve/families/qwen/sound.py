@@ -166,7 +166,8 @@ class _Qwen2_5(_Forward):  # noqa: N801  (as transformers writes it)
         return F.gelu(self.model.conv2(states)).transpose(1, 2)
 
     def _tokens(self, states: Tensor, rows: Sequence[int]) -> Tensor:
-        """Of each two rows their mean; a last one without another is dropped."""
+        """Of each two rows their mean, halved first because the sum may exceed float16; a last one without another is
+        dropped."""
         paired = torch.cat([each[: len(each) // 2 * 2] for each in states.split(list(rows))])
         found: Tensor = self.model.proj(self.model.ln_post(paired[::2] / 2 + paired[1::2] / 2))
         return found

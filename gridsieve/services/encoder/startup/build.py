@@ -115,7 +115,7 @@ def load_rank(settings: EncoderSettings, device: torch.device, share: Share | No
     tower = load_tower(Checkpoint.find(settings.model), settings.dtype, device, settings.tower_attention, share, hears)
     tower = with_adapters(tower, settings.adapters)
     large = tower.sizes.patch_weights >= COMPILED_FROM_WEIGHTS
-    # On CUDA the layers of other attention read the ends of sequences on the host, which is not compiled.
+    # Compiled layers that read the ends of sequences on the host were not tried on CUDA.
     splits = device.type == "cuda" and not tower.forward.varlen  # type: ignore[attr-defined]  # a `ModelForward`
     if settings.compile == "on" or (settings.compile == "auto" and large and not splits):
         compile_tower(tower)

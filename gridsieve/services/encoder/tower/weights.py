@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gridsieve.common.checkpoint import Checkpoint, is_computed
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.services.compute.device import TORCH_DTYPES, multiplies_bfloat16, name_of
+from gridsieve.services.encoder.tower.saturation import saturated
 
 _KEYS_NAMED = 5  # in an error
 _STORED = ("F64", "F32", "F16", "BF16")
@@ -71,7 +72,9 @@ def read_weights(
                     tensor = file.get_tensor(each.name)
                     if name in cuts:
                         tensor = cuts[name](tensor)
-                    weights[name] = tensor if patch_embed and name.startswith(patch_embed) else tensor.to(dtype)
+                    if not (patch_embed and name.startswith(patch_embed)):
+                        tensor = saturated(tensor.to(dtype))
+                    weights[name] = tensor
     return weights
 
 

@@ -19,7 +19,8 @@ class LanguageModel:
 
     text: called with `inputs_embeds` [1, T, D], `position_ids` and the arguments of its attention; with
         media rows and embed_levels > 0 also with `visual_pos_masks`, int64 [M], the indices of the media rows, and
-        `deepstack_visual_embeds` [embed_levels, M, D]; number l is added to the media rows after layer l.
+        `deepstack_visual_embeds` [embed_levels, M, D]; number l is added to the media rows after layer l. Compiled
+        forwards: see `levels`.
     embed_tokens: ids to [.., D]; lm_head: [.., D] to [.., vocab_size].
     layers: those with keys and values. states: of the recurrent states of the others; None if there are none.
     heads, kv_heads: those of this process; under tensor parallelism a part of the model's.

@@ -16,7 +16,8 @@ from gridsieve.services.generation.model.attention.running import RUNNING
 def add_level(hidden: Tensor, rows: Tensor | None, level: Tensor) -> Tensor:
     """hidden: [1, T, D], of which the media rows, int64 [M], get `level` [M, D] added.
 
-    rows: None in compiled forwards, where `level` is one of `numbers` and those that are `running` are added.
+    rows: None in compiled forwards. There `level` is the number of one (`numbers`), and `RUNNING.levels` has rows and
+    embeddings, if the step has media rows.
     """
     if rows is not None:
         return hidden.index_add(1, rows, level[None])

@@ -186,7 +186,7 @@ class Runner:
     def compile(self) -> bool:
         """Compiles the text model and its head for the CPU. Returns False, and leaves them eager, if that fails.
 
-        Not with adapters, nor a deterministic model: media rows are computed without the compiler.
+        Not with adapters, nor a deterministic model.
         """
         tokens, block_tokens = COMPILED_WITH_TOKENS, self._cache.sizes.block_tokens
         blocks = range(-(-tokens // block_tokens))

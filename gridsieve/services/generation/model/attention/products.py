@@ -1,10 +1,12 @@
-"""Causal attention of a chunk on processors that multiply bfloat16 faster than float32: the products of a few rows with
-all keys that they see, then a softmax, then the products with the values.
+"""Causal attention of a chunk in bfloat16 by products of some rows with all keys that they see, on CPUs where that is
+faster than SDPA.
 
-    rows of a chunk:  [ 128 rows | 128 rows | rest ]      scores of [query heads, 128, keys seen] stay in cache
+    rows of a chunk:  [ 64 rows | 64 rows | … ]
+    scores            float32 [query heads, rows, keys seen], then their softmax, rounded to bfloat16 as by SDPA
+    values            multiplied in bfloat16, which oneDNN does in hardware
 
-SDPA's kernel takes twice as long on such processors of AMD, where it multiplies by MKL. It keeps scores in float32;
-here they are rounded to bfloat16, as by transformers' eager attention.
+SDPA multiplies by MKL, which has no kernel for bfloat16 on processors of AMD. The difference from exact attention is
+that of SDPA.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-# Maximum number of rows, and of scores, of one product. Rows are at least MIN_ROWS.
-MAX_ROWS = 128
-MIN_ROWS = 64
-MAX_SCORES = 2**20
+# Of one product. Fewer rows if their scores would be more.
+MAX_ROWS = 64
+MAX_SCORES = 2**24
+# With fewer keys, starting the products takes longer than they save.
+MIN_CONTEXT = 64
 
 
 @cache
@@ -33,20 +36,24 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     Row r sees the keys up to C − R + r. Returns [R, heads, head_dim].
     """
     (heads, count, head_dim), (kv_heads, context) = query.shape, key.shape[:2]
-    query = query.unflatten(0, (kv_heads, -1))  # query heads that share a KV head are rows of it
     shared, start = heads // kv_heads, context - count
-    step = min(count, max(MIN_ROWS, min(MAX_ROWS, MAX_SCORES // (heads * context))))
-    buffers = query.new_empty(2, heads * step * context)
-    later = torch.full((step, step), torch.finfo(query.dtype).min, dtype=query.dtype).triu_(1)
     out = query.new_empty(count, kv_heads, shared, head_dim)
+    query = query.float().unflatten(0, (kv_heads, -1))  # query heads that share a KV head are rows of it
+    keys = key.float().transpose(1, 2)
+    step = max(1, min(count, MAX_ROWS, MAX_SCORES // (heads * context)))
+    buffers = query.new_empty(2, heads * step * context)
+    rounded = value.new_empty(heads * step * context)
+    later = torch.full((step, step), torch.finfo(query.dtype).min).triu_(1)
     for first in range(0, count, step):
         rows = min(step, count - first)
         seen = start + first + rows
-        scores, weights = (each[: heads * rows * seen].view(kv_heads, shared * rows, seen) for each in buffers)
+        scores, shares, weights = (
+            each[: heads * rows * seen].view(kv_heads, shared * rows, seen) for each in (*buffers, rounded)
+        )
         asking = query[:, :, first : first + rows].flatten(1, 2)
-        torch.baddbmm(scores, asking, key[:, :seen].transpose(1, 2), beta=0, alpha=scaling, out=scores)
+        torch.baddbmm(scores, asking, keys[:, :, :seen], beta=0, alpha=scaling, out=scores)
         scores.unflatten(1, (shared, rows))[..., start + first :] += later[:rows, :rows]
-        torch.softmax(scores, -1, out=weights)
-        attended = torch.bmm(weights, value[:, :seen])
+        torch.softmax(scores, -1, out=shares)
+        attended = torch.bmm(weights.copy_(shares), value[:, :seen])
         out[first : first + rows] = attended.unflatten(1, (shared, rows)).permute(2, 0, 1, 3)
     return out.flatten(1, 2)

@@ -287,8 +287,8 @@ def _with_room(layer: Tensor, slots: Tensor, room: int, dtype: torch.dtype) -> T
 
 def _view(cache: SdpaCache, at: int, context: Context) -> ChunkView:
     """Of the chunk whose first packed row is `at`."""
-    mask = None
-    by_products = context.tokens > SHORT_TOKENS and products.beat_sdpa(cache.keys[0].device.type, cache.dtype)
+    mask, is_long = None, context.tokens > SHORT_TOKENS and context.end >= products.MIN_CONTEXT
+    by_products = is_long and products.beat_sdpa(cache.keys[0].device.type, cache.dtype)
     if context.start and not by_products:
         seen = torch.ones(context.tokens, context.end, dtype=torch.bool, device=cache.keys[0].device)
         mask = additive(seen.tril(context.start), cache.dtype)[None, None]
