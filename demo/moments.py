@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path("/tmp/gridsieve-demo"), help="where rendered clips are kept")
     parser.add_argument("--clips", type=int, default=CLIPS)
     parser.add_argument("--from", dest="start_from", type=Path, default=DEMO_MODEL, help="a checkpoint to go on from")
-    parser.add_argument("--minutes", type=float, default=55)
+    parser.add_argument("--minutes", type=float, default=52)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     train(args.output, args.cache, args.clips, args.start_from, args.minutes, args.seed)

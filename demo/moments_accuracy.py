@@ -30,7 +30,7 @@ from gridsieve.client.prompt import Video
 CLIPS = 200
 RATES = (0.0, 0.75)
 LASTS_S = (DURATION_S, DURATION_S // 2)
-CLIPS_IN_FLIGHT = 8
+CLIPS_IN_FLIGHT = 24
 # Above the tokens of three moments.
 MAX_TOKENS = 250
 COLUMNS = ("readable", "times of the clip", "within a slice", "IoU ≥ 0.5", "within a slice, and described")
