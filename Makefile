@@ -9,7 +9,7 @@ PIP_FLAGS ?=
 PIP_INSTALL = $(BIN)/pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos tree demo test test-deep test-gpu coverage lint site format bench bench-ceiling bench-gateway bench-gpu bench-live bench-media bench-moments bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak soak-live demo-model demo-draft demo-embedder demo-mtp demo-retrieval demo-tones demo-eval up down clean
+.PHONY: help setup protos tree demo test test-deep test-gpu coverage lint site format bench bench-ceiling bench-gateway bench-gpu bench-live bench-media bench-moments bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak soak-live demo-model demo-draft demo-embedder demo-moments demo-moments-eval demo-mtp demo-retrieval demo-tones demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -144,6 +144,12 @@ demo-draft: setup  ## Train the head that drafts tokens for the embedded model (
 
 demo-embedder: setup  ## Train the embedded embedder, which finds clips by texts (45 minutes on one core)
 	$(BIN)/python -m demo.embedder
+
+demo-moments: setup  ## Train a model of the embedded one's line that tells when things move (an hour on one core)
+	$(BIN)/python -m demo.moments
+
+demo-moments-eval: setup  ## Measure how right its moments are, with their grammar and without
+	$(BIN)/python -m demo.moments_accuracy
 
 demo-mtp: setup  ## Train a small model in the layout of Qwen3.5 with multi-token prediction (an hour on one core)
 	$(BIN)/python -m demo.mtp

@@ -373,7 +373,7 @@ def train(output: Path, cache: Path, clips: int, steps: int, seed: int) -> None:
     print(f"encoded {len(video.scenes)} clips and {len(pictures.scenes)} images, {time.monotonic() - began:.0f} s")
     vocab = vocabulary(lessons, video, pictures)
     head = make_head(len(vocab))
-    trainer = Trainer(model, writer, head, vocab, lambda rows: head.lm_head(head.norm(rows)), _one_grid)
+    trainer = Trainer(model, writer, head, vocab, lambda rows: head.lm_head(head.norm(rows)), span_of)
     held_out = unseen_clips(model, writer, unseen, cached_clips(cache, unseen, 2), seed)
     size = sum(each.numel() for each in head.parameters())
     print(f"{len(vocab)} tokens, {size} weights", flush=True)
@@ -406,7 +406,7 @@ def train(output: Path, cache: Path, clips: int, steps: int, seed: int) -> None:
             save(head, vocab, output)
 
 
-def _one_grid(grid: Grid) -> GridSpan:
+def span_of(grid: Grid) -> GridSpan:
     return GridSpan(grid, TIME_STEP if grid.t > 1 else Fraction(0))
 
 

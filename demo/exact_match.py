@@ -6,7 +6,7 @@ the correct token. So one teacher-forced forward judges all questions about a cl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -16,7 +16,8 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from demo.clips import SIDE_PX, scene_of
 from demo.drawing import Pixels
 from demo.model import TIME_STEP, UNSUPERVISED, Prompt, PromptWriter, answer_logits, embed, prune
-from demo.questions import questions_about
+from demo.questions import Question, questions_about
+from demo.scenes import Scene
 from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.retention import ItemPruning
 from gridsieve.services.preprocessing.prompt.positions import GridSpan
@@ -40,13 +41,14 @@ def exact_match(
     clips: Pixels,
     seeds: Sequence[int],
     prunings: Sequence[ItemPruning],
+    asked_about: Callable[[Scene, Random], Sequence[Question]] = questions_about,
 ) -> dict[ItemPruning, list[Judged]]:
-    """For each pruning: all questions about all clips, in the same order."""
+    """For each pruning: all questions about all clips, in the same order. asked_about: those about a scene."""
     found: dict[ItemPruning, list[Judged]] = {pruning: [] for pruning in prunings}
     for start in range(0, len(seeds), BATCH):
         batch = torch.from_numpy(clips[start : start + BATCH].copy())
         scenes = [scene_of(seed) for seed in seeds[start : start + BATCH]]
-        asked = [questions_about(scene, Random(scene.seed)) for scene in scenes]
+        asked = [asked_about(scene, Random(scene.seed)) for scene in scenes]
         grid = Grid(batch.shape[1] // 2, SIDE_PX // 28, SIDE_PX // 28)
         embeds = embed(model, batch)
         prompts = [
