@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
@@ -33,8 +33,8 @@ def short_clip(seed: int) -> Video:
 
 
 def long_text(seed: int) -> str:
-    """A prompt that the fleet prefills for about a second. Another seed shares no prefix with it."""
-    return f"Question {seed}: " + "What moves? " * 400
+    """A prompt that the fleet prefills for seconds. Another seed shares no prefix with it."""
+    return f"Question {seed}: " + "What moves? " * 1200
 
 
 class Asked:
@@ -73,8 +73,8 @@ class Asked:
 
 
 def endless(client: GridsieveClient, video: Video | None = None) -> Asked:
-    """A question whose answer takes longer than any test."""
-    return Asked(client.stream(video, "What moves?", max_new_tokens=4000, ignore_eos=True))
+    """A question whose answer takes longer than what any test does from its first token on."""
+    return Asked(client.stream(video, "What moves?", max_new_tokens=8000, ignore_eos=True))
 
 
 def asked_about(client: GridsieveClient, video: Video) -> Asked:
@@ -141,9 +141,13 @@ class Load:
 
 @asynccontextmanager
 async def one_in_each_stage(fleet: Fleet, client: GridsieveClient, seed: int) -> AsyncIterator[Load]:
-    """Holds requests in the first replica of each service. `halfway` listens at the address of the second encoder."""
+    """Holds requests in the first replica of each service. `halfway` listens at the address of the second encoder.
+
+    Workers stand still as soon as half of the first long clip is encoded: on a busy machine they may wait seconds for a
+    core, and a stage that needs them could be reached only after others have ended. So what comes then needs none.
+    """
     preprocessing, encoder, generation = fleet.first
-    long, second_long = long_clip(seed), long_clip(seed + 1)  # made before the tower has any to be busy with
+    known, long, second_long = short_clip(seed), long_clip(seed), long_clip(seed + 1)
     async with serving(drip, port=fleet.fetch_port) as server, AsyncExitStack() as replica:
         slow = await replica.enter_async_context(halfway(fleet.encoder[1].address, encoder.address))
         with ExitStack() as standing_still:
@@ -153,13 +157,16 @@ async def one_in_each_stage(fleet: Fleet, client: GridsieveClient, seed: int) ->
                 asked["in transfer"] = await held_by(lambda: slow.holds, client, 100 * (seed + 1))
                 asked["fetching"] = asked_about(client, Video(url=f"http://localhost:{fleet.fetch_port}/clip.mp4"))
                 await until(lambda: server.requests)
-                asked["generating"] = generating = endless(client, short_clip(seed))
-                await until(lambda: generating.tokens > 0)
+                # Preprocessing has their indexes afterwards, and generation all that the known clip becomes.
+                for clip in (known, replace(second_long, end_s=1.0)):
+                    await asyncio.wait_for(asked_about(client, clip).task, 60)
                 asked["decoding and encoding"] = encoding = asked_about(client, long)
                 await until(lambda: encoding.half_encoded)
+                standing_still.enter_context(stopped_workers(preprocessing))
                 asked["waiting for room"] = asked_about(client, second_long)
                 await until(lambda: encoder.metric("gridsieve_encoder_buffer_waiting") >= 1)
-                standing_still.enter_context(stopped_workers(preprocessing))
+                asked["generating"] = generating = endless(client, known)
+                await until(lambda: generating.tokens > 0)
                 asked["reading"] = asked_about(client, short_clip(seed + 1))
                 await until(lambda: preprocessing.metric("gridsieve_preprocessing_jobs", pool="read") == 1)
                 asked["prefilling"] = Asked(client.stream(None, long_text(seed), max_new_tokens=4))
