@@ -1,5 +1,5 @@
-"""`make fuzz-rpc`: mutated calls of Preprocess, Watch, Encode, Generate and Live, and valid ones behind faulty peers,
-against real processes.
+"""`make fuzz-rpc`: mutated calls of Preprocess, Watch, Encode, Generate, Live, Embed and Score, and valid ones behind
+faulty peers, against real processes: first with a model that generates, then with an embedder, then with a reranker.
 
 A call passes if it ends in time with a status that blames the right side and reveals no internals. Afterwards the
 processes must serve, hold nothing for ended calls, and have grown by no more than the limit below.
@@ -11,22 +11,20 @@ import argparse
 import asyncio
 import re
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import grpc
 
-from demo.checkpoint import TINY, write_checkpoint
 from gridsieve.common.channels import REQUEST_ID_KEY, error_from_status
-from tests.fuzz.rpc_cases import Case, case
-from tests.fuzz.rpc_stack import PATHS, FuzzedStack, fuzzed_stack
+from gridsieve.common.checkpoint import Task
+from tests.fuzz.rpc_cases import READERS, Case, case
+from tests.fuzz.rpc_stack import MODELS, PATHS, FuzzedStack, fuzzed_stack
 
 CALL_LIMIT_S = 30
 IDLE_LIMIT_S = 10
@@ -43,22 +41,30 @@ class Report:
     faults: list[str] = field(default_factory=list)  # with the command that repeats the call
 
 
-async def fuzz(checkpoint: Path, seed: int, numbers: Iterable[int], progress: bool = False) -> Report:
+async def fuzz(seed: int, numbers: Iterable[int], progress: bool = False) -> Report:
     """Runs the cases with these numbers."""
     report, cases = Report(), [case(seed, number) for number in numbers]
-    async with fuzzed_stack(checkpoint) as stack:
-        await _warm_up(stack, seed)
+    for task in MODELS:
+        if of_task := [each for each in cases if each.task == task]:
+            await _fuzz_model(task, seed, of_task, report, progress)
+    return report
+
+
+async def _fuzz_model(task: Task, seed: int, cases: Sequence[Case], report: Report, progress: bool) -> None:
+    """Runs the cases, all of this task, against services with a model of it."""
+    async with fuzzed_stack(task) as stack:
+        await _warm_up(stack, task, seed)
         idle, settled = stack.held(), stack.resident_bytes()
         for start in range(0, len(cases), _BATCH):
             batch = cases[start : start + _BATCH]
             await _run(stack, batch, report)
             if unwell := stack.unwell():
                 report.faults.append(f"after cases {batch[0].number} to {batch[-1].number} of seed {seed}, {unwell}")
-                return report
+                return
             if start < len(cases) // 4:
                 settled = stack.resident_bytes()
             if progress:
-                print(f"{start + len(batch)} of {len(cases)}: {len(report.faults)} faults", flush=True)
+                print(f"{task}: {start + len(batch)} of {len(cases)}, {len(report.faults)} faults", flush=True)
         report.faults += await _leaks(stack, idle)
         grown = stack.resident_bytes()
         report.faults += [
@@ -67,18 +73,18 @@ async def fuzz(checkpoint: Path, seed: int, numbers: Iterable[int], progress: bo
             if grown[name] - before > GROWTH_BYTES
         ]
         report.faults += stack.bugs()
-    return report
 
 
-async def _warm_up(stack: FuzzedStack, seed: int) -> None:
+async def _warm_up(stack: FuzzedStack, task: Task, seed: int) -> None:
     """Valid calls to every service, which fill caches and allocate what services keep."""
-    whole = (each for number in range(-1, -10_000, -1) if (each := case(seed, number)).kind == "whole")
+    valid = (case(seed, number) for number in range(-1, -10_000, -1))
+    whole = (each for each in valid if each.kind == "whole" and each.task == task)
     report = Report()
     await _run(stack, [next(whole) for _ in range(12)], report)
     assert not report.faults, report.faults
 
 
-async def _run(stack: FuzzedStack, cases: list[Case], report: Report) -> None:
+async def _run(stack: FuzzedStack, cases: Sequence[Case], report: Report) -> None:
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(_AT_ONCE) as callers:
 
@@ -104,12 +110,14 @@ def _ended(stack: FuzzedStack, each: Case) -> tuple[grpc.StatusCode, str, str, f
     start = time.monotonic()
     channel, path = stack.channels[each.service], PATHS[each.service]
     options: Any = {"timeout": each.timeout_s or CALL_LIMIT_S, "metadata": ((REQUEST_ID_KEY, each.request_id),)}
-    if each.service == "generation":
-        call: Any = channel.unary_stream(path)(each.requests[0], **options)  # type: ignore[arg-type]
+    if each.service in READERS:
+        call: Any = channel.unary_unary(path).future(each.requests[0], **options)  # type: ignore[arg-type]
+    elif each.service == "generation":
+        call = channel.unary_stream(path)(each.requests[0], **options)  # type: ignore[arg-type]
     else:
         call = channel.stream_stream(path)(iter(each.requests), **options)  # type: ignore[arg-type]
-    with suppress(grpc.RpcError):  # read from the call below
-        for read, _ in enumerate(call):
+    with suppress(grpc.RpcError):  # read from the call below, which waits for a call without a stream
+        for read, _ in enumerate(() if each.service in READERS else call):
             if read == each.leave_after:
                 call.cancel()
     reason = ""
@@ -136,10 +144,8 @@ def main() -> None:
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
     numbers = range(args.cases) if args.only is None else [args.only]
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = write_checkpoint(Path(folder), TINY, seed=1)
-        start = time.monotonic()
-        report = asyncio.run(fuzz(checkpoint, args.seed, numbers, progress=True))
+    start = time.monotonic()
+    report = asyncio.run(fuzz(args.seed, numbers, progress=True))
     for end, count in sorted(report.ends.items()):
         print(f"{count:6} {end}")
     print(f"{report.ends.total()} calls in {time.monotonic() - start:.0f} s, {len(report.faults)} faults")

@@ -9,6 +9,7 @@ whole              the request is valid and must be answered
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 from collections.abc import Iterator
@@ -20,10 +21,12 @@ import grpc
 from google.protobuf.message import Message
 
 from demo.checkpoint import TINY
+from gridsieve.common.checkpoint import Task
 from gridsieve.common.contract.errors import PeerContract
 from gridsieve.v1 import prompt_pb2, tensor_pb2
 from gridsieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest
 from gridsieve.v1.generation_pb2 import (
+    EmbedRequest,
     GenerateRequest,
     LiveAsk,
     LiveCancel,
@@ -34,9 +37,11 @@ from gridsieve.v1.generation_pb2 import (
     LiveRequest,
     RawFrame,
     Sampling,
+    ScoreRequest,
 )
 from gridsieve.v1.preprocessing_pb2 import PreprocessRequest, WatchOpen, WatchRequest
 from tests import media
+from tests.families import FAMILIES
 from tests.fuzz.rpc_mutations import mutate, mutate_bytes
 
 SERVICES = ("preprocessing", "encoder", "generation")
@@ -44,14 +49,18 @@ SERVICES = ("preprocessing", "encoder", "generation")
 LIVE = "live"
 # And streams of encoded video are calls of preprocessing.
 WATCH = "watch"
-CALLS = (*SERVICES, LIVE, WATCH)
+# And unary calls of generation with an embedder and with a reranker, whose tasks have the same names.
+READERS: tuple[Task, ...] = ("embed", "score")
+EMBED, SCORE = READERS
+CALLS = (*SERVICES, LIVE, WATCH, *READERS)
 _KINDS = {"structure": 45, "bytes": 10, "order": 10, "leaving": 10, "peer": 22, "whole": 3}
 _STREAMED = ("preprocessing", "encoder", LIVE, WATCH)
 _PEERS = {
     "encoder": ("preprocessing",),
-    "generation": ("encoder", "encoder", "preprocessing"),
-    LIVE: ("encoder", "encoder", "preprocessing"),
+    **dict.fromkeys(("generation", LIVE, *READERS), ("encoder", "encoder", "preprocessing")),
 }
+# Seconds until a caller who leaves does so.
+_DEADLINES = (0.001, 0.01, 0.03, 0.1)
 
 _LIVE_PRUNINGS = (
     prompt_pb2.Pruning(),
@@ -90,6 +99,9 @@ _WATCH_EXTRAS = tuple(
 )
 _EXTRAS = {LIVE: _LIVE_EXTRAS, WATCH: _WATCH_EXTRAS}
 
+_LEVELS = FAMILIES["qwen3_vl"].levels
+_MAX_PIXELS = 3136  # of 56 × 56, which an embedder and a reranker would enlarge
+
 _ALLOWED = frozenset({"OK", "INVALID_ARGUMENT", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"})
 
 
@@ -109,6 +121,11 @@ class Case:
     bent: str = "none"
     leave_after: int | None = None
     timeout_s: float | None = None
+
+    @property
+    def task(self) -> Task:
+        """Of the model that it is sent to."""
+        return next((each for each in READERS if each == self.service), "generate")
 
     @property
     def request_id(self) -> str:
@@ -139,7 +156,7 @@ def case(seed: int, number: int) -> Case:
     elif service == WATCH:
         requests = list(_watched(random_))
     else:
-        requests = _conversation(service, _prompt(number, random_), random_)
+        requests = _conversation(service, _prompt(service, number, random_), random_)
     made = Case(seed, number, kind, service, tuple(each.SerializeToString() for each in requests))
     match kind:
         case "structure":
@@ -152,7 +169,7 @@ def case(seed: int, number: int) -> Case:
         case "order":
             return replace(made, requests=_disordered(service, made.requests, random_))
         case "leaving":
-            timeout_s = random_.choice((None, None, None, None, 0.001, 0.01, 0.03, 0.1))
+            timeout_s = random_.choice(_DEADLINES if service in READERS else (None, None, None, None, *_DEADLINES))
             return replace(made, timeout_s=timeout_s, leave_after=None if timeout_s else random_.randrange(8))
         case "peer":
             return replace(made, bent=random_.choice(_PEERS[service]))
@@ -196,6 +213,16 @@ def _conversation(service: str, prompt: prompt_pb2.Prompt, random_: random.Rando
         sampling.stop_token_ids.append(1)
         sampling.logprobs, sampling.top_logprobs, sampling.repetition_penalty = True, 2, 1.1
         return [GenerateRequest(prompt=prompt, pruning=pruning, sampling=sampling)]
+    if service == EMBED:
+        embed = EmbedRequest(prompt=prompt, pruning=pruning, dimensions=random_.choice((1, 24, TINY.hidden)))
+        if random_.random() < 0.5:
+            embed.instruction = embed.prompt.messages.pop(0).parts[0].text
+        return [embed]
+    if service == SCORE:
+        *_, user = prompt.messages
+        cut = random_.randrange(len(user.parts))
+        query = [prompt_pb2.Part(text="What moves?"), *user.parts[:cut]]
+        return [ScoreRequest(query=query, document=user.parts[cut:], pruning=pruning, instruction="Find it.")]
     items = len(media_)
     selects = [prompt_pb2.Select(media_index=index) for index in random_.sample(range(items), items)]
     if random_.random() < 0.5:
@@ -265,7 +292,7 @@ def _ask(name: str, max_new_tokens: int, transient: bool = False) -> LiveAsk:
     return LiveAsk(ask_id=name, parts=[prompt_pb2.Part(text="What moves?")], sampling=sampling, transient=transient)
 
 
-def _prompt(number: int, random_: random.Random) -> prompt_pb2.Prompt:
+def _prompt(service: str, number: int, random_: random.Random) -> prompt_pb2.Prompt:
     """Text and up to three media items with content of their own, so that no case hits a cache."""
     prompt = prompt_pb2.Prompt()
     prompt.messages.add(role=prompt_pb2.ROLE_SYSTEM).parts.add(text="Answer.")
@@ -274,15 +301,17 @@ def _prompt(number: int, random_: random.Random) -> prompt_pb2.Prompt:
         part = user.parts.add()
         if kind == "image":
             part.image.data = media.picture(56, 56) + struct.pack(">q", number)
-            part.image.frame_sampling.max_pixels = 3136
+            part.image.frame_sampling.max_pixels = _MAX_PIXELS
         elif kind == "frames":
             pictures = [media.picture(56, 56) + struct.pack(">q", number), media.picture(56, 56)]
             part.video.frames.CopyFrom(prompt_pb2.PictureFrames(pictures=pictures, timestamps_s=(0.5, 1.0)))
             part.video.frame_sampling.frame_indices.extend((0, 1))
+            part.video.frame_sampling.max_pixels = _MAX_PIXELS
         elif kind == "embeds":
-            part.video.embeds.CopyFrom(_embeds(number))
+            part.video.embeds.CopyFrom(_embeds(number, _LEVELS if service in READERS else 0))
         else:
-            part.video.frame_sampling.CopyFrom(prompt_pb2.FrameSampling(fps=2, min_frames=4, max_frames=8, start_s=0.0))
+            sampling = prompt_pb2.FrameSampling(fps=2, min_frames=4, max_frames=8, start_s=0.0, max_pixels=_MAX_PIXELS)
+            part.video.frame_sampling.CopyFrom(sampling)
             part.video.frame_sampling.mode = random_.choice(("", "uniform", "keyframes", "shots"))
             part.video.pruning.rate = 0.5
             if kind == "path":
@@ -299,10 +328,10 @@ def clip() -> bytes:
     return media.clip(8, fps=4, width=56, height=56)
 
 
-def _embeds(number: int) -> prompt_pb2.MediaEmbeds:
-    """2 × 2 × 2 tokens of the tiny model's width."""
-    shape = [1, 8, TINY.hidden]
-    data = struct.pack("<f", number) * (8 * TINY.hidden)
+def _embeds(number: int, levels: int) -> prompt_pb2.MediaEmbeds:
+    """2 × 2 × 2 tokens of the width of all models here."""
+    shape = [1 + levels, 8, TINY.hidden]
+    data = struct.pack("<f", number) * math.prod(shape)
     return prompt_pb2.MediaEmbeds(
         tensor=tensor_pb2.Tensor(dtype=tensor_pb2.DTYPE_FLOAT32, shape=shape, data=data),
         grid=prompt_pb2.Grid(t=2, h=2, w=2),

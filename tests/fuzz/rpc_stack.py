@@ -10,7 +10,7 @@ import asyncio
 import random
 import re
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import count
@@ -20,13 +20,16 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from demo.checkpoint import TINY, write_checkpoint
 from gridsieve.common.channels import MAX_RECEIVE_BYTES, REQUEST_ID_KEY
+from gridsieve.common.checkpoint import Task
 from gridsieve.common.security.credentials import NO_CREDENTIALS
 from gridsieve.common.serving.probe import is_serving
 from gridsieve.v1.encoder_pb2 import EncodeResponse
 from gridsieve.v1.preprocessing_pb2 import PreprocessResponse, WatchResponse
 from tests.common.loopback import speaking
-from tests.fuzz.rpc_cases import LIVE, SERVICES, WATCH, clip
+from tests.families import write_qwen3_vl_reader
+from tests.fuzz.rpc_cases import EMBED, LIVE, READERS, SCORE, SERVICES, WATCH, clip
 from tests.fuzz.rpc_mutations import mutate, mutate_bytes
 from tests.integration.fleet import Service, Stack, exported, started
 
@@ -36,6 +39,14 @@ PATHS = {
     "generation": "/gridsieve.v1.GenerationService/Generate",
     LIVE: "/gridsieve.v1.GenerationService/Live",
     WATCH: "/gridsieve.v1.PreprocessingService/Watch",
+    EMBED: "/gridsieve.v1.GenerationService/Embed",
+    SCORE: "/gridsieve.v1.GenerationService/Score",
+}
+# Writes the model of a task.
+MODELS: Mapping[Task, Callable[[Path], Path]] = {
+    "generate": partial(write_checkpoint, shape=TINY, seed=1),
+    "embed": partial(write_qwen3_vl_reader, seed=1, module="Pooling"),
+    "score": partial(write_qwen3_vl_reader, seed=1, module="LogitScore"),
 }
 # Of each upstream service, what its calls answer.
 _ANSWERS: dict[str, dict[str, type[PreprocessResponse | WatchResponse | EncodeResponse]]] = {
@@ -49,10 +60,7 @@ _SILENCE_S = 0.3
 _FLAGS = {
     "preprocessing": ("--fetch-schemes", "", "--decode-workers", "2", "--max-streams", "32"),
     "encoder": ("--cache-bytes", str(2**20), "--output-buffer-bytes", str(2**24), "--threads", "1"),
-    "generation": (
-        *("--kv-cache-tokens", "5120", "--live-tokens", "4096"),
-        *("--max-model-len", "256", "--threads", "1"),
-    ),
+    "generation": ("--kv-cache-tokens", "5120", "--max-model-len", "512", "--threads", "1"),
 }
 
 
@@ -96,9 +104,11 @@ class FuzzedStack:
 
 
 @asynccontextmanager
-async def fuzzed_stack(checkpoint: Path) -> AsyncIterator[FuzzedStack]:
+async def fuzzed_stack(task: Task) -> AsyncIterator[FuzzedStack]:
+    """The stack with a model of this task."""
     async with AsyncExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="fuzz-")))
+        checkpoint = MODELS[task](folder / "model")
         (folder / "media").mkdir()
         (folder / "media" / "clip.mp4").write_bytes(clip())
         addresses = {name: f"unix:{folder}/{name}" for name in SERVICES}
@@ -107,8 +117,8 @@ async def fuzzed_stack(checkpoint: Path) -> AsyncIterator[FuzzedStack]:
             "preprocessing": (*_FLAGS["preprocessing"], "--media-root", str(folder / "media")),
             "encoder": (*_FLAGS["encoder"], "--preprocessing", bent["preprocessing"]),
             "generation": (
-                *(*_FLAGS["generation"], "--preprocessing", bent["preprocessing"]),
-                *("--encoder", bent["encoder"]),
+                *(*_FLAGS["generation"], "--preprocessing", bent["preprocessing"], "--encoder", bent["encoder"]),
+                *(("--live-tokens", "4096") if task == "generate" else ()),
             ),
         }
         for name, address in bent.items():
@@ -116,8 +126,8 @@ async def fuzzed_stack(checkpoint: Path) -> AsyncIterator[FuzzedStack]:
         stack = Stack({name: Service(name, checkpoint, folder, flags[name], addresses[name]) for name in SERVICES})
         opened.enter_context(started(*stack.services.values()))
         channels = {name: opened.enter_context(grpc.insecure_channel(each)) for name, each in addresses.items()}
-        channels |= {LIVE: channels["generation"], WATCH: channels["preprocessing"]}
-        hidden = (str(folder), str(checkpoint), str(Path(__file__).parent.parent.parent))
+        channels |= dict.fromkeys((LIVE, *READERS), channels["generation"]) | {WATCH: channels["preprocessing"]}
+        hidden = (str(folder), str(Path(__file__).parent.parent.parent))
         yield FuzzedStack(stack, channels, hidden)
 
 
