@@ -285,7 +285,8 @@ def _live_tokens(settings: GenerationSettings, checkpoint: Checkpoint, device: t
     """The most that live sessions may hold; None: what the longest sequence leaves. Raises StartupError."""
     if not family_of(checkpoint).live or checkpoint.task != "generate":
         if settings.live_tokens:
-            raise StartupError(f"--live-tokens: {not_live()}")
+            why = not_live() if checkpoint.task == "generate" else f"a model to {checkpoint.task} has no live sessions"
+            raise StartupError(f"--live-tokens: {why}")
         return 0
     if settings.live_tokens is None and settings.kv_cache_tokens is None and device.type != "cuda":
         return CPU_LIVE_TOKENS
