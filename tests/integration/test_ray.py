@@ -166,7 +166,8 @@ async def test_a_job_that_was_killed_goes_on_and_asks_nothing_that_is_written(
 async def test_workers_start_stacks_of_their_own_and_others_after_a_service_has_ended(
     head: Cluster, tmp_path: Path
 ) -> None:
-    clips = [tmp_path / f"{index}.mp4" for index in range(6)]
+    # So many that most are not yet answered when Ray has written the first row, which takes it seconds.
+    clips = [tmp_path / f"{index:02}.mp4" for index in range(24)]
     for path in clips:
         path.write_bytes(another_file(CLIP.read_bytes()))
     stack = f"LocalStack(flags={UNCOMPILED})"
