@@ -36,7 +36,7 @@ COMMANDS = {
     ),
     "chat": (
         "gridsieve.cli.chat",
-        "Talk about videos and images: the model sees the earlier questions and answers, too.",
+        "Talk about videos, images and sounds: the model sees the earlier questions and answers, too.",
     ),
     "batch": (
         "gridsieve.cli.batch",
