@@ -58,7 +58,10 @@ export async function drawKept(article, { modality, grid, kept, frame_times_s: t
   for (let slice = 0; slice < shown; slice += 1) {
     const ofSlice = light.subarray(slice * h * w, (slice + 1) * h * w);
     const timeS = times.length ? times[slice * times.length / t] : null;
-    if (clip && timeS !== null) await seek(clip, timeS, signal);
+    if (clip && timeS !== null) {
+      await seek(clip, timeS, signal);
+      await paintable(clip, signal);
+    }
     if (signal.aborted) return;
     const frame = element("div", {});
     frame.append(drawn(clip, grid, ofSlice, timeS));
@@ -108,6 +111,17 @@ function opened(url, signal) {
     signal.addEventListener("abort", () => resolve(null));
     video.src = url;
   });
+}
+
+// On a busy machine Chromium tells the end of a seek before it has the frame: drawing it then leaves a canvas transparent.
+// Ends after a second where the browser has no frame at all.
+async function paintable(video, signal) {
+  const context = element("canvas", { width: 1, height: 1 }).getContext("2d", { willReadFrequently: true });
+  for (let attempt = 0; attempt < 50 && !signal.aborted; attempt += 1) {
+    context.drawImage(video, 0, 0, 1, 1);
+    if (context.getImageData(0, 0, 1, 1).data[3]) return;
+    await new Promise((resolve) => { setTimeout(resolve, 20); });
+  }
 }
 
 // Also ends where the browser cannot decode on: the slice is then drawn with the last frame.
