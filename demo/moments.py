@@ -108,7 +108,8 @@ def asked_about(scene: Scene, rng: Random) -> list[Question]:
 def validate(model: Any, writer: PromptWriter, clips: Pixels, seeds: Sequence[int]) -> None:
     """Prints the shares of answers that are right in full, about clips that no step sees."""
     for pruning, found in exact_match(model, writer, clips, seeds, VALIDATED, asked_about).items():
-        known, moments = (share_right(one for one in found if (one.question == KIND) is told) for told in (False, True))
+        known = share_right(one for one in found if one.question != KIND)
+        moments = share_right(one for one in found if one.question == KIND)
         print(f"  {pruning.method} {pruning.rate}: the demo's {known:.3f}, moments {moments:.3f}", flush=True)
 
 

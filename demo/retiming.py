@@ -17,7 +17,7 @@ from demo.lessons import moving_slices
 from demo.moves import SLICE_S
 from demo.scenes import Scene, Thing
 
-# Kinds of scenes whose slices without a move all show the same, but for noise.
+# Kinds of scenes in which all slices without a move look alike, apart from noise.
 KINDS = ("still", "shake", "wall", "small", "several", "grain", "compressed")
 
 

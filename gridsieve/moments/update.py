@@ -94,7 +94,7 @@ class Update:
         return self._progress
 
     def _changed(self) -> list[FilmFile]:
-        """The films that the index lacks. It forgets those that are gone."""
+        """Removes films whose files are gone from the index, and returns those that the index lacks."""
         films, held = film_files(self._folder.path), set(self._store.films())
         for gone in {each.path for each in held} - {each.path for each in films}:
             self._store.remove_film(gone)

@@ -14,8 +14,11 @@ from gridsieve.services.generation.upstream.media import MediaClient
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveService:
-    """inbox: takes the engine's events of all requests. sources: what is told of watched streams. sessions: those that
-    are open, and the bytes of their pictures."""
+    """What all live sessions of a service share.
+
+    inbox: receives the events of the engine, of all requests. sources: the streams that sessions watch, for metrics.
+    sessions: the open ones, and the bytes that their pictures hold.
+    """
 
     engine: Engine
     media: MediaClient

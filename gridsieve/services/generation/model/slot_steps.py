@@ -13,8 +13,8 @@ from torch import Tensor
 class SlotSteps:
     """Tokens of R sequences that advance their states within the slots.
 
-    matrices: float32 [slots, heads, rows, columns]. slots: those that are read, and those that are written, int64 [R]
-    each. rows: the channels of the tokens [R, L, ..], their gates [R, L, heads] each (of a scan also rates and skip,
+    matrices: float32 [slots, heads, rows, columns]. slots: int64 [R] each, those to read from and those to write.
+    rows: the channels of the tokens [R, L, ..], their gates [R, L, heads] each (of a scan also rates and skip,
     float32 [heads]), and the output. tokens: the first token that is taken, the first after these, and L.
     """
 

@@ -62,7 +62,7 @@ Context: TypeAlias = grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Serves requests with one engine.
 
-    model: what the engine runs. credentials: sent upstream. picture_bytes: those that live sessions may hold together.
+    model: what the engine runs. credentials: sent upstream. picture_bytes: maximum of all live sessions.
     """
 
     def __init__(
